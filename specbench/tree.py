@@ -1,7 +1,8 @@
-"""Token trees: the shape of a proposal. Node 0 is the root, the last committed token; a chain is a tree.
+"""Token trees: the shape of a proposal. Node 0 is the root, the last committed token; a chain is a
+tree.
 
-A tree is a tuple of parent indices with parent < child, so any prefix of the nodes is a tree too and a drafter can
-grow one level by level.
+A tree is a tuple of parent indices with parent < child, so any prefix of the nodes is a tree too
+and a drafter can grow one level by level.
 """
 
 from collections.abc import Iterable
@@ -26,10 +27,14 @@ class Tree:
 
     def __post_init__(self) -> None:
         if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"a token tree starts with its root, parent -1; got {self.parents[:4]}")
+            raise ValueError(
+                f"a token tree starts with its root, parent -1; got {self.parents[:4]}"
+            )
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
-                raise ValueError(f"node {node} of a token tree has parent {parent}; valid: 0..{node - 1}")
+                raise ValueError(
+                    f"node {node} of a token tree has parent {parent}; valid: 0..{node - 1}"
+                )
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -88,7 +93,8 @@ class Tree:
 
 
 def merge_paths(paths: Iterable[Iterable[int]], max_nodes: int) -> tuple[Tree, list[int]]:
-    """Merges token sequences that start below the root into one tree without duplicate siblings (a trie).
+    """Merges token sequences that start below the root into one tree without duplicate siblings (a
+    trie).
 
     Earlier sequences have priority when ``max_nodes`` drafted nodes are used up.
 

@@ -1,7 +1,17 @@
-"""The target model: loading, forward over a token tree, key-value cache, hidden-state taps, partial stack."""
+"""The target model: loading, forward over a token tree, key-value cache, hidden-state taps,
+partial stack."""
 
 from specbench.target.cache import KVCache
 from specbench.target.loading import DEFAULT_TARGET, DTYPES, load_target
 from specbench.target.model import FINAL, Forward, Resume, Target
 
-__all__ = ["DEFAULT_TARGET", "DTYPES", "FINAL", "Forward", "KVCache", "Resume", "Target", "load_target"]
+__all__ = [
+    "DEFAULT_TARGET",
+    "DTYPES",
+    "FINAL",
+    "Forward",
+    "KVCache",
+    "Resume",
+    "Target",
+    "load_target",
+]

@@ -15,7 +15,8 @@ _GROWTH = 256
 
 @dataclass(frozen=True)
 class _Window:
-    """What one forward writes: rows [first_row, first_row + B), and for each the slot of its first node."""
+    """What one forward writes: rows [first_row, first_row + B), and for each the slot of its first
+    node."""
 
     first_row: int
     starts: tuple[int, ...]
@@ -25,10 +26,12 @@ class _Window:
 
 
 class KVCache(Cache):
-    """Keys and values of up to ``max_rows`` sequences, in the form that transformers' attention layers write to.
+    """Keys and values of up to ``max_rows`` sequences, in the form that transformers' attention
+    layers write to.
 
-    ``lengths[b]`` counts the committed tokens of row b whose keys and values are stored. A forward writes its nodes
-    behind that; ``commit`` keeps a root path of them. All bookkeeping lives on the host, so nothing synchronises.
+    ``lengths[b]`` counts the committed tokens of row b whose keys and values are stored. A forward
+    writes its nodes behind that; ``commit`` keeps a root path of them. All bookkeeping lives on
+    the host, so nothing synchronises.
 
     Args:
         max_rows: rows that can be held at once.
@@ -44,8 +47,11 @@ class KVCache(Cache):
         self.values: dict[int, torch.Tensor] = {}
         self._window = _Window(0, (), 0, None, None)
 
-    def open(self, first_row: int, num_rows: int, start: int, num_nodes: int, device: torch.device) -> int:
-        """Prepares the writing of ``num_nodes`` nodes a row, ``start`` nodes behind each row's length.
+    def open(
+        self, first_row: int, num_rows: int, start: int, num_nodes: int, device: torch.device
+    ) -> int:
+        """Prepares the writing of ``num_nodes`` nodes a row, ``start`` nodes behind each row's
+        length.
 
         Returns:
             S, the slots that attention sees.
@@ -56,7 +62,9 @@ class KVCache(Cache):
         rows = slots = None
         if len(set(starts)) > 1:
             rows = torch.arange(first_row, first_row + num_rows, device=device)[:, None]
-            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(num_nodes, device=device)
+            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(
+                num_nodes, device=device
+            )
         self._window = _Window(first_row, starts, num_slots, rows, slots)
         return num_slots
 
@@ -68,7 +76,8 @@ class KVCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the attention layers: stores [B, H, N, D] and returns all keys and values seen, [B, H, S, D]."""
+        """Called by the attention layers: stores [B, H, N, D] and returns all keys and values
+        seen, [B, H, S, D]."""
         if layer_idx not in self.keys:
             self.keys[layer_idx] = self._allocate(key_states)
             self.values[layer_idx] = self._allocate(value_states)
@@ -79,7 +88,8 @@ class KVCache(Cache):
 
     def _allocate(self, states_BHND: torch.Tensor) -> torch.Tensor:
         _, heads, _, dim = states_BHND.shape
-        # Zeros, not garbage: a masked slot still enters the product with weight 0, and 0 * NaN is NaN.
+        # Zeros, not garbage: a masked slot still enters the product with weight 0, and 0 * NaN is
+        # NaN.
         return states_BHND.new_zeros(self.max_rows, heads, self.capacity, dim)
 
     def _write(self, store: torch.Tensor, states_BHND: torch.Tensor) -> torch.Tensor:
@@ -108,11 +118,13 @@ class KVCache(Cache):
         return len(self.lengths) - 1
 
     def extend(self, row: int, num_tokens: int) -> None:
-        """Commits the first ``num_tokens`` nodes behind the row's length (a chain, as in prefill)."""
+        """Commits the first ``num_tokens`` nodes behind the row's length (a chain, as in
+        prefill)."""
         self.lengths[row] += num_tokens
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keeps the nodes of a root path, in order, and forgets all others. Copies nothing if the path is 0, 1, 2, ..."""
+        """Keeps the nodes of a root path, in order, and forgets all others. Copies nothing if the
+        path is 0, 1, 2, ..."""
         length = self.lengths[row]
         first_moved = next((i for i, node in enumerate(path) if i != node), len(path))
         moved = [length + node for node in path[first_moved:]]
@@ -129,7 +141,8 @@ class KVCache(Cache):
         self.lengths[row] = length
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in ascending order, and closes the gaps: the i-th kept row becomes row i."""
+        """Keeps these rows, in ascending order, and closes the gaps: the i-th kept row becomes row
+        i."""
         for new, old in enumerate(rows):
             assert new <= old
             if new != old:

@@ -1,4 +1,5 @@
-"""Finds a causal language model by Hub name, folder or GGUF file and loads it; refuses what cannot be decoded rightly."""
+"""Finds a causal language model by Hub name, folder or GGUF file and loads it; refuses what cannot
+be decoded rightly."""
 
 import importlib.util
 import os
@@ -30,9 +31,14 @@ _DEFAULT_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $SPECBENCH_CACHE, else specbench in the user's cache folder."""
+    """Where converted models are kept: $SPECBENCH_CACHE, else specbench in the user's cache
+    folder."""
     own = os.environ.get("SPECBENCH_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
+    return (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
+    )
 
 
 def default_dtype(device: torch.device) -> str:
@@ -68,7 +74,8 @@ def load_target(
         pack: pack linear layers on a CPU.
 
     Raises:
-        ValueError: there is no such model, or it is of a kind that cannot be verified over token trees.
+        ValueError: there is no such model, or it is of a kind that cannot be verified over token
+        trees.
     """
     device = torch.device(device)
     dtype = dtype or default_dtype(device)
@@ -118,7 +125,8 @@ def resolve(source: str) -> str:
 
 
 def refuse_unsupported(folder: str, name: str) -> None:
-    """Raises ValueError for kinds of models whose token trees cannot be scored: named, before any weight is loaded."""
+    """Raises ValueError for kinds of models whose token trees cannot be scored: named, before any
+    weight is loaded."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -129,23 +137,34 @@ def refuse_unsupported(folder: str, name: str) -> None:
     kind = config.model_type
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        raise ValueError(f"target {name!r} ({kind}) is an encoder-decoder; valid: decoder-only models")
+        raise ValueError(
+            f"target {name!r} ({kind}) is an encoder-decoder; valid: decoder-only models"
+        )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"target {name!r} ({kind}) is not a causal language model")
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ValueError(f"target {name!r} ({kind}) is an encoder; valid: decoder-only models")
-    alibi = getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False)
+    alibi = getattr(text, "alibi", False) or getattr(
+        getattr(text, "attn_config", None), "alibi", False
+    )
     if kind in _ALIBI or alibi:
         raise ValueError(
             f"target {name!r} ({kind}) uses ALiBi, a bias by cache slot: siblings of a token tree would get wrong positions"
         )
     if _is_recurrent(kind, text):
-        raise ValueError(f"target {name!r} ({kind}) has recurrent layers, whose state cannot be rolled back")
+        raise ValueError(
+            f"target {name!r} ({kind}) has recurrent layers, whose state cannot be rolled back"
+        )
 
 
 def _is_recurrent(kind: str, config: Any) -> bool:
-    layer_types = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
-    if any(word in layer for layer in layer_types for word in ("mamba", "linear", "recurrent", "conv")):
+    layer_types = {
+        *(getattr(config, "layer_types", None) or ()),
+        *(getattr(config, "layers_block_type", None) or ()),
+    }
+    if any(
+        word in layer for layer in layer_types for word in ("mamba", "linear", "recurrent", "conv")
+    ):
         return True
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
     return bool(getattr(model_class, "_is_stateful", False)) or "mamba" in kind or "rwkv" in kind
@@ -162,7 +181,8 @@ def _default_gguf() -> Path:
 
 
 def _convert_gguf(path: Path, name: str) -> Path:
-    """De-quantises a GGUF file into a folder of safetensors, once; safe when several processes do so together."""
+    """De-quantises a GGUF file into a folder of safetensors, once; safe when several processes do
+    so together."""
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return folder
@@ -184,10 +204,13 @@ def _convert_gguf(path: Path, name: str) -> Path:
 
 def _save_dequantised(path: Path, folder: Path) -> None:
     options: dict[str, Any] = {"gguf_file": path.name}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.float32, **options
+    )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)  # type: ignore[no-untyped-call]
     config = model.config
-    # The loaded model believes that it is quantised and refuses to be saved: give its weights to a plain one.
+    # The loaded model believes that it is quantised and refuses to be saved: give its weights to a
+    # plain one.
     del config.quantization_config
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())

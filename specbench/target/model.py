@@ -1,8 +1,10 @@
-"""The target: any decoder-only causal model of transformers, run over token trees on a cache with ragged rows.
+"""The target: any decoder-only causal model of transformers, run over token trees on a cache with
+ragged rows.
 
-The modeling code is used as it is. Three things are wrapped around it: an attention function, a gate on every decoder
-layer (to tap its output, pass it by, or resume there), and a gate on the head (to compute logits only where asked).
-Shapes: B rows, N nodes, M nodes with logits, S slots, V vocabulary, h hidden.
+The modeling code is used as it is. Three things are wrapped around it: an attention function, a
+gate on every decoder layer (to tap its output, pass it by, or resume there), and a gate on the
+head (to compute logits only where asked). Shapes: B rows, N nodes, M nodes with logits, S slots, V
+vocabulary, h hidden.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +20,8 @@ from specbench.target.cache import KVCache
 from specbench.tree import Tree
 
 FINAL = -1
-"""The tap of the last hidden state, after the final norm; taps 0..L-1 are the outputs of the decoder layers."""
+"""The tap of the last hidden state, after the final norm; taps 0..L-1 are the outputs of the
+decoder layers."""
 
 _PREFILL_CHUNK = 256
 
@@ -33,7 +36,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward returns: logits [B, M, V] at the nodes asked for, and hidden states [B, N, h] by tap."""
+    """What one forward returns: logits [B, M, V] at the nodes asked for, and hidden states [B, N,
+    h] by tap."""
 
     logits_BMV: torch.Tensor
     taps: dict[int, torch.Tensor]
@@ -63,7 +67,8 @@ class Target:
         pack: pack the linear layers for the CPU's kernels where that is possible.
 
     Raises:
-        ValueError: its decoder layers or its head cannot be found, or it fails the token-tree probe.
+        ValueError: its decoder layers or its head cannot be found, or it fails the token-tree
+        probe.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class Target:
         head = model.get_output_embeddings()
         if head is None:
             raise ValueError(f"{name}: {type(model).__name__} has no language-model head")
-        self.packed = pack and self.device.type == "cpu" and packing.available() and packing.pack(model) > 0
+        self.packed = (
+            pack and self.device.type == "cpu" and packing.available() and packing.pack(model) > 0
+        )
         self.layers = _decoder_layers(model, self.num_layers, name)
         for index, layer in enumerate(self.layers):
             layer.forward = self._layer_gate(index, layer.forward)  # type: ignore[method-assign]
@@ -116,7 +123,8 @@ class Target:
         skip: frozenset[int] = frozenset(),
         resume: Resume | None = None,
     ) -> Forward:
-        """Runs nodes start, start + 1, ... of each row's tree; their keys and values go behind the row's length.
+        """Runs nodes start, start + 1, ... of each row's tree; their keys and values go behind the
+        row's length.
 
         Args:
             tokens_BN: the nodes' tokens; a row with fewer nodes is padded with any token.
@@ -125,8 +133,8 @@ class Target:
             first_row: the cache row of the first of the B rows.
             start: nodes of the tree that the cache already holds behind the committed tokens.
             logits_at: the nodes whose logits are wanted: a slice over N, or indices [B, M].
-            taps: hidden states to return: a layer's index for its output, `FINAL` for the last, after the final norm.
-            skip: layers to pass by.
+            taps: hidden states to return: a layer's index for its output, `FINAL` for the last,
+            after the final norm. skip: layers to pass by.
             resume: go on at a layer from given hidden states; the layers before it are not run.
 
         Returns:
@@ -154,25 +162,39 @@ class Target:
 
     @torch.inference_mode()
     def prefill(
-        self, tokens: Sequence[int], cache: KVCache, row: int, taps: Iterable[int] = (), skip: frozenset[int] = frozenset()
+        self,
+        tokens: Sequence[int],
+        cache: KVCache,
+        row: int,
+        taps: Iterable[int] = (),
+        skip: frozenset[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
         """Appends tokens to a row of the cache, without logits, in chunks.
 
         Returns:
-            The hidden states asked for, [1, len(tokens), h] by tap; nothing when there are no tokens.
+            The hidden states asked for, [1, len(tokens), h] by tap; nothing when there are no
+            tokens.
         """
         found: dict[int, list[torch.Tensor]] = {}
         for begin in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = torch.tensor([tokens[begin : begin + _PREFILL_CHUNK]])
             out = self.forward(
-                chunk, [Tree.chain(chunk.shape[1] - 1)], cache, first_row=row, logits_at=slice(0), taps=taps, skip=skip
+                chunk,
+                [Tree.chain(chunk.shape[1] - 1)],
+                cache,
+                first_row=row,
+                logits_at=slice(0),
+                taps=taps,
+                skip=skip,
             )
             cache.extend(row, chunk.shape[1])
             for tap, hidden in out.taps.items():
                 found.setdefault(tap, []).append(hidden)
         return {tap: torch.cat(parts, dim=1) for tap, parts in found.items()}
 
-    def _positions(self, lengths: Sequence[int], trees: Sequence[Tree], start: int, num_nodes: int) -> torch.Tensor:
+    def _positions(
+        self, lengths: Sequence[int], trees: Sequence[Tree], start: int, num_nodes: int
+    ) -> torch.Tensor:
         rows = []
         for length, tree in zip(lengths, trees, strict=True):
             depths = tree.depths[start : start + num_nodes]
@@ -180,7 +202,12 @@ class Target:
         return torch.tensor(rows, device=self.device)
 
     def _masks(
-        self, lengths: Sequence[int], trees: Sequence[Tree], start: int, num_nodes: int, num_slots: int
+        self,
+        lengths: Sequence[int],
+        trees: Sequence[Tree],
+        start: int,
+        num_nodes: int,
+        num_slots: int,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks [B, 1, N, S], one for each kind of layer, by depth and not by slot."""
         device = torch.device("cpu")
@@ -191,17 +218,27 @@ class Target:
         for row, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
             nodes = range(start, min(start + num_nodes, len(tree)))
             seen_BNS[row, : len(nodes), :length] = True
-            seen_BNS[row, : len(nodes), length : length + nodes.stop] = tree.ancestors_NN[start : nodes.stop, : nodes.stop]
+            seen_BNS[row, : len(nodes), length : length + nodes.stop] = tree.ancestors_NN[
+                start : nodes.stop, : nodes.stop
+            ]
             for pad in range(len(nodes), num_nodes):
                 seen_BNS[row, pad, length + start + pad] = True
             if distance_BNS is not None:
-                slots = torch.tensor([*range(length), *(length + d for d in tree.depths[: nodes.stop])])
+                slots = torch.tensor(
+                    [*range(length), *(length + d for d in tree.depths[: nodes.stop])]
+                )
                 queries = torch.tensor([length + d for d in tree.depths[start : nodes.stop]])
                 distance_BNS[row, : len(nodes), : len(slots)] = queries[:, None] - slots
         masks = {}
         for kind, window in self._mask_kinds.items():
-            seen = seen_BNS if window is None or distance_BNS is None else seen_BNS & (distance_BNS < window)
-            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
+            seen = (
+                seen_BNS
+                if window is None or distance_BNS is None
+                else seen_BNS & (distance_BNS < window)
+            )
+            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(
+                ~seen, torch.finfo(self.dtype).min
+            )
             masks[kind] = mask[:, None].to(self.device, non_blocking=True)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -225,14 +262,17 @@ class Target:
             if isinstance(gates.logits_at, slice):
                 picked = hidden_BNh[:, gates.logits_at]
             else:
-                index = gates.logits_at.to(hidden_BNh.device)[..., None].expand(-1, -1, hidden_BNh.shape[-1])
+                index = gates.logits_at.to(hidden_BNh.device)[..., None].expand(
+                    -1, -1, hidden_BNh.shape[-1]
+                )
                 picked = hidden_BNh.gather(1, index)
             return forward(picked, *args, **kwargs)
 
         return gate
 
     def _probe(self) -> None:
-        """Checks on four tokens that a tree scores like each of its branches alone: what a verifier stands on."""
+        """Checks on four tokens that a tree scores like each of its branches alone: what a
+        verifier stands on."""
         tokens = [token % self.vocab_size for token in (5, 11, 17, 23)]
         tree = Tree.of((-1, 0, 0, 2))
         cache = self.new_cache(1, 16)
@@ -240,16 +280,22 @@ class Target:
             cache.add_row()
             self.prefill(tokens[:2], cache, 0)
             whole = self.forward(torch.tensor([tokens]), [tree], cache).logits_BMV[0].float()
-            branch = self.forward(
-                torch.tensor([[tokens[0], tokens[2], tokens[3]]]), [Tree.chain(2)], cache
-            ).logits_BMV[0].float()
+            branch = (
+                self.forward(
+                    torch.tensor([[tokens[0], tokens[2], tokens[3]]]), [Tree.chain(2)], cache
+                )
+                .logits_BMV[0]
+                .float()
+            )
         except (TypeError, AttributeError, RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{self.name}: {type(self.model).__name__} cannot be run over a token tree with a cache ({error}); "
                 "valid: decoder-only models with full attention"
             ) from error
         difference = (whole[[0, 2, 3]] - branch).abs().max().item()
-        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * (1 + branch.abs().max().item()):
+        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * (
+            1 + branch.abs().max().item()
+        ):
             raise ValueError(
                 f"{self.name}: {type(self.model).__name__} scores a branch of a token tree differently from the "
                 f"branch alone (by {difference:.2g}): its positions or masks cannot be given from outside"
@@ -265,7 +311,8 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int, name: str) -> list[
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, which knows all of a chat model's, else the config's."""
+    """End-of-sequence ids: the generation config's, which knows all of a chat model's, else the
+    config's."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -274,12 +321,15 @@ def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _mask_kinds(config: Any) -> dict[str, int | None]:
-    """Attention window by layer type, None for full attention, as the modeling code of transformers names them."""
+    """Attention window by layer type, None for full attention, as the modeling code of
+    transformers names them."""
     window = getattr(config, "sliding_window", None)
     types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if not types:
         types = ["sliding_attention" if window else "full_attention"]
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ValueError(f"layers of type {', '.join(sorted(unknown))} are not supported; valid: full or sliding attention")
+        raise ValueError(
+            f"layers of type {', '.join(sorted(unknown))} are not supported; valid: full or sliding attention"
+        )
     return {kind: window if kind == "sliding_attention" else None for kind in types}

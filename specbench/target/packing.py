@@ -1,8 +1,10 @@
-"""Linear layers packed once for the CPU's matrix kernels, with sibling layers fused into one product.
+"""Linear layers packed once for the CPU's matrix kernels, with sibling layers fused into one
+product.
 
-An eager `linear` on a CPU lays its weight out anew for the kernel at every call, or runs n tokens as n vector products.
-Packing at load removes both. Swapping modules keeps this independent of the architecture: the siblings of a block (query,
-key and value; gate and up) share one packed weight; the first of them to be called computes the product for all.
+An eager `linear` on a CPU lays its weight out anew for the kernel at every call, or runs n tokens
+as n vector products. Packing at load removes both. Swapping modules keeps this independent of the
+architecture: the siblings of a block (query, key and value; gate and up) share one packed weight;
+the first of them to be called computes the product for all.
 """
 
 from typing import Any
@@ -80,10 +82,11 @@ def _fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
     linears = [layer for layer in layers if type(layer) is nn.Linear]
     if len(linears) != len(names) or len({layer.in_features for layer in linears}) > 1:
         return False
-    biases = [layer.bias for layer in linears if layer.bias is not None]
+    biases: list[torch.Tensor] = [layer.bias for layer in linears if layer.bias is not None]
     if len(biases) not in (0, len(linears)):
         return False
-    product = _Product(torch.cat([layer.weight for layer in linears]), torch.cat(biases) if biases else None)
+    weights: list[torch.Tensor] = [layer.weight for layer in linears]
+    product = _Product(torch.cat(weights), torch.cat(biases) if biases else None)
     start = 0
     for name, layer in zip(names, linears, strict=True):
         columns = slice(start, start + layer.out_features)
@@ -93,7 +96,8 @@ def _fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def pack(model: nn.Module) -> int:
-    """Replaces every `nn.Linear` of a CPU model by a packed one, in place; the weights stay the same numbers.
+    """Replaces every `nn.Linear` of a CPU model by a packed one, in place; the weights stay the
+    same numbers.
 
     Returns:
         The number of layers replaced.

@@ -1,0 +1,278 @@
+"""The contract between a method and the loop: Method, Row, Budget, Proposal, Verdict.
+
+A method drafts; it never decides what is accepted. It sees the committed tokens of its rows, and
+after each step the hidden states that it asked for. It never sees a clock, a workload's name or
+the target's logits before they are committed. Shapes: B rows, N nodes, V vocabulary, h hidden.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from specbench.sampling import Sampling, draw, position_key, warp
+from specbench.target import KVCache, Resume, Target
+from specbench.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to complete.
+
+    Args:
+        id: unique within a run; with the seed it keys the request's random numbers.
+        prompt: its token ids, one at least.
+        max_new_tokens: the token budget.
+        stop: strings that end the output.
+        key: the 64-bit key of its random numbers, see `specbench.sampling.request_key`.
+
+    Raises:
+        ValueError: an empty prompt, a budget below 1 or an empty stop string.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    key: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"prompt {self.id!r} is empty; a prompt needs one token at least")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"prompt {self.id!r}: max_new_tokens {self.max_new_tokens}; valid: 1 or more"
+            )
+        if "" in self.stop:
+            raise ValueError(f"prompt {self.id!r} has an empty stop string")
+
+
+class Step(NamedTuple):
+    """One propose-verify-commit round of one row."""
+
+    nodes: int
+    """Drafted nodes, n."""
+    depth: int
+    """Depth offered, d."""
+    accepted: int
+    """Drafted tokens kept, a: after cutting at EOS, stop string and budget."""
+    committed: int
+    """Tokens kept, c: the accepted ones and, unless it was cut, the bonus."""
+    matched: int
+    """Drafted tokens that the acceptance rule took, before cutting."""
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence that is being decoded: a request, its committed tokens and its steps."""
+
+    request: Request
+    tokens: list[int]
+    steps: list[Step] = field(default_factory=list)
+    finish: str | None = None
+    """Why it ended: ``eos``, ``stop`` or ``length``; None while it runs."""
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens behind the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be committed."""
+        return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
+
+
+class Budget(NamedTuple):
+    """What one row may draft in one step."""
+
+    depth: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step and the target's cache; row b of the batch is row b of the cache."""
+
+    rows: Sequence[Row]
+    cache: KVCache
+
+
+class Draws(NamedTuple):
+    """Children drawn at one node, in drawing order."""
+
+    tokens: list[int]
+    logq_V: torch.Tensor | None
+    """What they were drawn from, float32 log-probabilities; None if each is a point mass (greedy
+    or coupled)."""
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """Draws draft tokens as the run's sampling demands; a method never handles temperature, top-k,
+    top-p or seeds."""
+
+    sampling: Sampling
+
+    def draw(self, logits_V: torch.Tensor, row: Row, position: int, num_children: int = 1) -> Draws:
+        """Distinct children for the token at index ``position`` of the row's sequence, from the
+        drafter's logits.
+
+        Greedy: the largest logits. Sampling: without replacement from the warped distribution,
+        with noise of its own (``rejection``) or with the noise that the target will use there
+        (``coupled``).
+        """
+        if self.sampling.greedy:
+            if num_children == 1:
+                return Draws([int(logits_V.argmax())], None)
+            return Draws(logits_V.topk(min(num_children, len(logits_V))).indices.tolist(), None)
+        logq_V = warp(logits_V[None], self.sampling)[0]
+        coupled = self.sampling.rule == "coupled"
+        key = position_key(row.request.key, position, "target" if coupled else "draft")
+        return Draws(draw(logq_V, key, num_children).tolist(), None if coupled else logq_V)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A token tree per row. Node 0 is the root: the last committed token, not yet in the cache.
+
+    Args:
+        tokens_BN: int64 [B, N]; rows with fewer nodes are padded with any token.
+        trees: the shape of each row's tree.
+        logq: for each row, by parent node: the float32 log-probabilities [V] that the node's
+        children were drawn from,
+            in order; it must be the very tensor they were drawn from. A node without an entry has
+            point-mass children.
+        replacement: whether siblings were drawn with replacement.
+        resume: hidden states of all nodes at a layer up to which they already ran through the
+        target.
+    """
+
+    tokens_BN: torch.Tensor
+    trees: Sequence[Tree]
+    logq: Sequence[Mapping[int, torch.Tensor]] | None = None
+    replacement: bool = False
+    resume: Resume | None = None
+
+    @staticmethod
+    def from_rows(
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        drafted: Sequence[Sequence[int]],
+        logq: Sequence[Mapping[int, torch.Tensor]] | None = None,
+    ) -> "Proposal":
+        """A proposal from each row's drafted tokens (nodes 1, 2, ... of its tree)."""
+        width = max(len(tree) for tree in trees)
+        tokens = [[row.tokens[-1], *nodes] for row, nodes in zip(rows, drafted, strict=True)]
+        padded = [row + [0] * (width - len(row)) for row in tokens]
+        return Proposal(tokens_BN=torch.tensor(padded), trees=list(trees), logq=logq)
+
+    @staticmethod
+    def nothing(rows: Sequence[Row]) -> "Proposal":
+        """The proposal that drafts nothing: the roots alone."""
+        return Proposal.from_rows(rows, [Tree.chain(0)] * len(rows), [()] * len(rows))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a proposal, after cutting and before finished rows leave."""
+
+    rows: Sequence[Row]
+    proposal: Proposal
+    paths: Sequence[Sequence[int]]
+    """By row: the nodes whose keys and values the cache keeps, root first; as many as tokens were
+    committed."""
+    committed: Sequence[Sequence[int]]
+    """By row: the tokens committed in this step."""
+    taps: Mapping[int, torch.Tensor]
+    """Hidden states [B, N, h] of all nodes, for the taps that the method asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """The knobs of a method; a subclass adds its own and checks them in ``__post_init__``.
+
+    Args:
+        depth: how deep to draft when the run does not say.
+        max_nodes: the most nodes to draft in one step, where a method drafts trees.
+    """
+
+    depth: int = 4
+    max_nodes: int = 64
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise ValueError(f"depth {self.depth} is out of range; valid: 0 or more")
+        if self.max_nodes < 1:
+            raise ValueError(f"max_nodes {self.max_nodes} is out of range; valid: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typical:
+    """Medusa's typical acceptance (Cai et al. 2024, section 3.3): a token x is taken iff p(x) >
+    min(epsilon, delta e^-H(p)).
+
+    It is lossy: the output does not follow the target's distribution.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+
+class Method(ABC):
+    """A way of drafting. Its state is per row, and nothing survives from one prompt to the next.
+
+    Args:
+        target: the target; to read its tokenizer and shapes, and to run parts of it on the shared
+        cache. config: an instance of the class's ``Config``.
+        drawer: draws draft tokens from the method's logits.
+    """
+
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    drafts: ClassVar[bool] = True
+    """Whether it ever drafts: False for the baseline alone."""
+    taps: tuple[int, ...] = ()
+    typical: Typical | None = None
+    """Set by a method that asks for typical acceptance; its rows are then marked lossy."""
+
+    def __init__(self, target: Target, config: MethodConfig, drawer: Drawer) -> None:
+        self.target, self.config, self.drawer = target, config, drawer
+
+    @property
+    def label(self) -> str:
+        """What drafts, for the tables, where the method's name alone does not say it."""
+        return ""
+
+    @property
+    def num_extra_bytes(self) -> int:
+        """Bytes of weights that the method needs beside the target's."""
+        return 0
+
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Takes in rows that join behind the present ones.
+
+        Args:
+            rows: the new rows; all their tokens but the last are in the target's cache.
+            taps: for each new row, the hidden states [1, prompt - 1, h] asked for; empty for a
+            prompt of one token.
+        """
+
+    @abstractmethod
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        """Drafts a token tree for each row, no deeper and with no more nodes than its budget."""
+
+    def update(self, verdict: Verdict) -> None:
+        """Takes in what was committed."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices, ascending, and forgets the others: the i-th kept row
+        becomes row i."""
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+
+    def describe(self) -> dict[str, Any]:
+        """The effective settings, for the provenance."""
+        return {"label": self.label, "extra_bytes": self.num_extra_bytes, **vars(self.config)}

@@ -1,0 +1,274 @@
+"""What a run writes: one file per shard with per-request, per-timing and per-failure records, and
+the run's provenance.
+
+A run's folder holds ``run.json`` (settings and provenance) and ``shards/*.jsonl``. Files appear
+whole or not at all. Everything that is shown is computed from these records; nothing aggregated is
+stored as the truth.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceRecord:
+    """The untimed vanilla pass of one request."""
+
+    workload: str
+    workload_kind: str
+    request: str
+    """Id of the request: the prompt's id, and ``/2``, ``/3``, ... for later turns."""
+    num_prompt_tokens: int
+    tokens: list[int]
+    finish: str
+    text: str
+    entropy_nats: float
+    """Mean next-token entropy of the target at T=1 along the output."""
+    looping: bool
+    """Whether the output runs into a loop."""
+    decoding: dict[str, Any]
+    """temperature, top_k, top_p, rule, max_new_tokens, stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where an output first differs from the reference, and by how much the target preferred the
+    reference's token."""
+
+    position: int
+    """Index in the output."""
+    expected: int | None
+    """The reference's token; None where its output had ended."""
+    found: int | None
+    gap: float | None
+    """Logit gap between the two tokens, noise included at T>0; None where only one of the outputs
+    had ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What one method made of one request; the same in every round."""
+
+    workload: str
+    request: str
+    method: str
+    tokens: list[int]
+    finish: str
+    steps: list[list[int]]
+    """[nodes n, offered depth d, accepted a, committed c, matched before cutting] for each step."""
+    lossless: str
+    """``exact``, ``tie`` or ``broken`` against the reference; ``law`` where only the distribution
+    is the target's (rejection sampling from a draft distribution); ``lossy`` where the method does
+    not claim it."""
+    divergence: Divergence | None = None
+
+    def __post_init__(self) -> None:
+        for nodes, depth, accepted, committed, matched in self.steps:
+            assert 0 <= accepted <= depth <= nodes, "accepted tokens lie within the offered depth"
+            assert 1 <= committed <= accepted + 1 and accepted <= matched <= depth, (
+                "a step commits 1..accepted+1"
+            )
+        assert sum(step[3] for step in self.steps) == len(self.tokens), (
+            "steps account for every token of the output"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingRecord:
+    """One timed pass of one method over one batch of requests."""
+
+    workload: str
+    requests: list[str]
+    method: str
+    round: int
+    order: int
+    """Place of the method in this round's rotation."""
+    num_tokens: int
+    num_forwards: int
+    prefill_s: float
+    decode_s: float
+    draft_s: float
+    forward_s: float
+    bookkeeping_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """A request that could not be decoded: a reason, and no number."""
+
+    workload: str
+    request: str
+    method: str | None
+    """None if it failed before any method had its turn."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceRecord:
+    """What the worker that decoded a shard had used by its end."""
+
+    peak_memory_mib: float
+    """Peak resident memory of the process; on a GPU, peak memory allocated on the device."""
+    num_threads: int
+    load_average: float
+
+
+Record = ReferenceRecord | RequestRecord | TimingRecord | FailureRecord | ResourceRecord
+_KINDS: dict[str, type] = {
+    "reference": ReferenceRecord,
+    "request": RequestRecord,
+    "timing": TimingRecord,
+    "failure": FailureRecord,
+    "resource": ResourceRecord,
+}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as read from its folder."""
+
+    folder: Path
+    info: dict[str, Any]
+    """``run.json``: settings, provenance, methods, workloads, shards."""
+    references: list[ReferenceRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    timings: list[TimingRecord] = field(default_factory=list)
+    failures: list[FailureRecord] = field(default_factory=list)
+    resources: list[ResourceRecord] = field(default_factory=list)
+    missing_shards: list[str] = field(default_factory=list)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all, also when the machine stops in the middle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def write_run(folder: Path, info: dict[str, Any]) -> None:
+    """Files a run's settings and provenance."""
+    write_atomically(
+        folder / "run.json", json.dumps({"schema": SCHEMA_VERSION, **info}, indent=1) + "\n"
+    )
+
+
+def shard_path(folder: Path, shard: str) -> Path:
+    """The file of a shard."""
+    return folder / "shards" / f"{shard}.jsonl"
+
+
+def write_shard(folder: Path, shard: str, records: Sequence[Record]) -> None:
+    """Files a finished shard: a header line that says how many records follow, then the records."""
+    header = {
+        "kind": "shard",
+        "schema": SCHEMA_VERSION,
+        "shard": shard,
+        "num_records": len(records),
+    }
+    lines = [header, *({"kind": _NAMES[type(record)], **asdict(record)} for record in records)]
+    write_atomically(shard_path(folder, shard), "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_shard(path: Path) -> list[Record]:
+    """The records of a shard.
+
+    Raises:
+        ValueError: the file is not a whole shard of this schema; the message names the file and
+        what is wrong.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        header = lines[0]
+        schema, expected = header["schema"], header["num_records"]
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a readable result file: {error or type(error).__name__}"
+        ) from error
+    if schema != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {schema}; this version of specbench reads {SCHEMA_VERSION}"
+        )
+    if expected != len(lines) - 1:
+        raise ValueError(f"{path} is cut short: {len(lines) - 1} of {expected} records")
+    try:
+        return [_record(line) for line in lines[1:]]
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"{path} holds a broken record: {error or type(error).__name__}"
+        ) from error
+
+
+def _record(line: dict[str, Any]) -> Record:
+    kind = line.pop("kind")
+    if kind == "request" and line["divergence"] is not None:
+        line["divergence"] = Divergence(**line["divergence"])
+    record: Record = _KINDS[kind](**line)
+    return record
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """A run's settings and provenance.
+
+    Raises:
+        ValueError: the folder holds no run, or one of another schema.
+    """
+    try:
+        info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        schema = info["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} holds no readable run: {error or type(error).__name__}"
+        ) from error
+    if schema != SCHEMA_VERSION:
+        raise ValueError(
+            f"{folder} has schema version {schema}; this version of specbench reads {SCHEMA_VERSION}"
+        )
+    return info
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run and all its finished shards.
+
+    Raises:
+        ValueError: the folder or one of its files cannot be read.
+    """
+    info = read_info(folder)
+    run = Run(folder, info)
+    for shard in info["shards"]:
+        path = shard_path(folder, shard)
+        if path.is_file():
+            _sort_in(run, read_shard(path))
+        else:
+            run.missing_shards.append(shard)
+    return run
+
+
+def _sort_in(run: Run, records: Iterable[Record]) -> None:
+    for record in records:
+        match record:
+            case ReferenceRecord():
+                run.references.append(record)
+            case RequestRecord():
+                run.requests.append(record)
+            case TimingRecord():
+                run.timings.append(record)
+            case FailureRecord():
+                run.failures.append(record)
+            case ResourceRecord():
+                run.resources.append(record)
