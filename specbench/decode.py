@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.depth import DepthController
-from specbench.method import Batch, Budget, Method, Proposal, Request, Row, Step, Verdict
+from specbench.method import Batch, Budget, Drawer, Method, Proposal, Request, Row, Step, Verdict
 from specbench.sampling import Sampling
 from specbench.target import Target
 from specbench.verify import Walk, verify
@@ -80,6 +80,7 @@ class Decoder:
         self.max_rows, self.lap = max_rows, lap
         self.cache = target.new_cache(max_rows)
         self.rows: list[Row] = []
+        method.drawer = Drawer(sampling)
         method.reset()
         controller.reset()
 
@@ -98,7 +99,8 @@ class Decoder:
             needed = len(request.prompt) + request.max_new_tokens
             if needed > self.target.max_context:
                 raise ValueError(
-                    f"prompt {request.id!r} has {len(request.prompt)} tokens and asks for {request.max_new_tokens} more; "
+                    f"prompt {request.id!r} has {len(request.prompt)} tokens and asks for "
+                    f"{request.max_new_tokens} more; "
                     f"the target's context is {self.target.max_context}"
                 )
         assert len(requests) <= self.num_free, "more requests than free rows"
@@ -182,6 +184,7 @@ class Decoder:
             )
             row.tokens += tokens[: ending.num_kept]
             row.finish = ending.finish
+            row.drawn |= bool(proposal.logq and proposal.logq[b])
             paths.append(walk.path[: ending.num_kept])
             committed.append(tokens[: ending.num_kept])
             self.cache.commit(b, paths[-1])
@@ -206,12 +209,13 @@ def check_proposal(proposal: Proposal, budgets: Sequence[Budget], vocab_size: in
     for tree, budget in zip(proposal.trees, budgets, strict=True):
         if tree.depth > budget.depth or tree.num_drafted > budget.nodes:
             raise ValueError(
-                f"a proposal of depth {tree.depth} with {tree.num_drafted} nodes exceeds its budget: "
-                f"depth {budget.depth}, {budget.nodes} nodes"
+                f"a proposal of depth {tree.depth} with {tree.num_drafted} nodes exceeds its "
+                f"budget: depth {budget.depth}, {budget.nodes} nodes"
             )
     if proposal.tokens_BN.device.type == "cpu":
         low, high = int(proposal.tokens_BN.min()), int(proposal.tokens_BN.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"a proposal holds token {low if low < 0 else high}; the target's are 0..{vocab_size - 1}"
+                f"a proposal holds token {low if low < 0 else high}; "
+                f"the target's are 0..{vocab_size - 1}"
             )

@@ -14,10 +14,10 @@ class DepthController(ABC):
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
         """A budget for each row of the coming step."""
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict) -> None:  # noqa: B027 - an optional hook
         """Takes in what became of the step."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - an optional hook
         """Forgets what it has seen."""
 
 

@@ -73,6 +73,9 @@ class Row:
     steps: list[Step] = field(default_factory=list)
     finish: str | None = None
     """Why it ended: ``eos``, ``stop`` or ``length``; None while it runs."""
+    drawn: bool = False
+    """Whether any of its drafts was drawn from a distribution, so that only the law of its output
+    is the target's."""
 
     @property
     def output(self) -> list[int]:
@@ -236,9 +239,11 @@ class Method(ABC):
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""
+    drawer: Drawer
+    """Draws draft tokens from the method's logits; set by the loop, which knows the sampling."""
 
-    def __init__(self, target: Target, config: MethodConfig, drawer: Drawer) -> None:
-        self.target, self.config, self.drawer = target, config, drawer
+    def __init__(self, target: Target, config: MethodConfig) -> None:
+        self.target, self.config = target, config
 
     @property
     def label(self) -> str:
@@ -250,7 +255,7 @@ class Method(ABC):
         """Bytes of weights that the method needs beside the target's."""
         return 0
 
-    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:  # noqa: B027 - an optional hook
         """Takes in rows that join behind the present ones.
 
         Args:
@@ -263,14 +268,14 @@ class Method(ABC):
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Drafts a token tree for each row, no deeper and with no more nodes than its budget."""
 
-    def update(self, verdict: Verdict) -> None:
+    def update(self, verdict: Verdict) -> None:  # noqa: B027 - an optional hook
         """Takes in what was committed."""
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int]) -> None:  # noqa: B027 - an optional hook
         """Keeps the rows with these indices, ascending, and forgets the others: the i-th kept row
         becomes row i."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - an optional hook
         """Forgets all rows."""
 
     def describe(self) -> dict[str, Any]:

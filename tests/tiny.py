@@ -1,4 +1,5 @@
-"""Tiny random models and a byte-level tokenizer, made here: the real classes of transformers, small enough for tests."""
+"""Tiny random models and a byte-level tokenizer, made here: the real classes of transformers,
+small enough for tests."""
 
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def tiny_model(*, vocab_size: int = 259, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random float32 llama of four layers with grouped key-value heads, peaked enough to repeat itself at times."""
+    """A random float32 llama of four layers with grouped key-value heads, peaked enough to repeat
+    itself at times."""
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -58,7 +60,8 @@ def tiny_model(*, vocab_size: int = 259, seed: int = 0, **overrides: Any) -> Pre
     torch.manual_seed(seed)
     config = LlamaConfig(**(settings | overrides))
     config._attn_implementation = ATTENTION
-    return LlamaForCausalLM(config).eval()
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()
+    return model
 
 
 def tiny_target(*, pack: bool = True, name: str = "tiny", **settings: Any) -> Target:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 NAME = "specbench_grouped"
 
@@ -28,34 +29,39 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, H, N, D], key and value [B, K, S, D], additive
-    mask [B, 1, N, S].
+    mask [B, 1, N, S], logits of attention sinks [H] as ``s_aux``.
 
     Returns:
         [B, N, H, D], and no weights.
     """
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"{type(module).__name__}: attention sinks and position biases are not supported"
-        )
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__}: position biases are not supported")
     batch, heads, num_queries, dim = query.shape
-    groups = heads // key.shape[1]
-    query = query.reshape(batch, key.shape[1], groups * num_queries, dim)
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    sinks = kwargs.get("s_aux")
+    query = query.reshape(batch, kv_heads, groups * num_queries, dim)
     if attention_mask is not None and groups > 1:
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling
         )
     else:
-        scores = torch.matmul(query, key.transpose(2, 3)) * (
-            dim**-0.5 if scaling is None else scaling
-        )
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = query @ key.transpose(2, 3) * (dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if attention_mask is not None:
             scores = scores + attention_mask
+        if sinks is not None:
+            # A sink, [H], takes its part of the softmax and has no value.
+            sink = sinks.view(1, kv_heads, groups, 1).repeat_interleave(num_queries, dim=2)
+            scores = torch.cat([scores, sink.expand(batch, -1, -1, -1).to(scores.dtype)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        out = torch.matmul(weights, value)
-    return out.reshape(batch, heads, num_queries, value.shape[-1]).transpose(1, 2), None
+        out = weights[..., : key.shape[2]] @ value
+    out = out.reshape(batch, heads, num_queries, value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, eager_mask)

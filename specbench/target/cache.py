@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache
 
 _GROWTH = 256
@@ -31,10 +32,11 @@ class KVCache(Cache):
 
     ``lengths[b]`` counts the committed tokens of row b whose keys and values are stored. A forward
     writes its nodes behind that; ``commit`` keeps a root path of them. All bookkeeping lives on
-    the host, so nothing synchronises.
+    the host, so nothing synchronises. The stores are tensors of inference mode: write to them in
+    that mode only.
 
     Args:
-        max_rows: rows that can be held at once.
+        max_rows: rows to allocate at first; more are allocated when needed.
         capacity: slots per row to allocate at first; more are allocated when needed.
     """
 
@@ -48,24 +50,25 @@ class KVCache(Cache):
         self._window = _Window(0, (), 0, None, None)
 
     def open(
-        self, first_row: int, num_rows: int, start: int, num_nodes: int, device: torch.device
+        self, first_row: int, starts: Sequence[int], num_nodes: int, device: torch.device
     ) -> int:
-        """Prepares the writing of ``num_nodes`` nodes a row, ``start`` nodes behind each row's
+        """Prepares the writing of ``num_nodes`` nodes a row, ``starts`` nodes behind each row's
         length.
 
         Returns:
             S, the slots that attention sees.
         """
-        starts = tuple(self.lengths[b] + start for b in range(first_row, first_row + num_rows))
-        num_slots = max(starts) + num_nodes
+        num_rows = len(starts)
+        lengths = self.lengths[first_row : first_row + num_rows]
+        begins = tuple(length + start for length, start in zip(lengths, starts, strict=True))
+        num_slots = max(begins) + num_nodes
         self._reserve(num_slots)
         rows = slots = None
-        if len(set(starts)) > 1:
-            rows = torch.arange(first_row, first_row + num_rows, device=device)[:, None]
-            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(
-                num_nodes, device=device
-            )
-        self._window = _Window(first_row, starts, num_slots, rows, slots)
+        if len(set(begins)) > 1:
+            rows = torch.arange(first_row, first_row + num_rows)[:, None].to(device)
+            slots = torch.tensor(begins)[:, None] + torch.arange(num_nodes)
+            slots = slots.to(device, non_blocking=True)
+        self._window = _Window(first_row, begins, num_slots, rows, slots)
         return num_slots
 
     def update(
@@ -95,25 +98,32 @@ class KVCache(Cache):
     def _write(self, store: torch.Tensor, states_BHND: torch.Tensor) -> torch.Tensor:
         window = self._window
         rows = slice(window.first_row, window.first_row + len(window.starts))
-        if window.slot_index_BN is None:
+        if window.row_index_B1 is None or window.slot_index_BN is None:
             start = window.starts[0]
             store[rows, :, start : start + states_BHND.shape[2]] = states_BHND
         else:
-            store[window.row_index_B1, :, window.slot_index_BN] = states_BHND.transpose(1, 2)
+            # A model spread over several devices keeps each layer's store where the layer is.
+            row_index_B1 = window.row_index_B1.to(store.device)
+            slot_index_BN = window.slot_index_BN.to(store.device)
+            store[row_index_B1, :, slot_index_BN] = states_BHND.transpose(1, 2)
         return store[rows, :, : window.num_slots]
 
     def _reserve(self, num_slots: int) -> None:
-        if num_slots <= self.capacity:
-            return
-        extra = -(-num_slots // _GROWTH) * _GROWTH - self.capacity
-        self.capacity += extra
+        if num_slots > self.capacity:
+            self._grow(slots=-(-num_slots // _GROWTH) * _GROWTH - self.capacity)
+
+    @torch.inference_mode()
+    def _grow(self, rows: int = 0, slots: int = 0) -> None:
+        self.max_rows += rows
+        self.capacity += slots
         for stores in (self.keys, self.values):
             for layer, store in stores.items():
-                stores[layer] = torch.nn.functional.pad(store, (0, 0, 0, extra))
+                stores[layer] = nn.functional.pad(store, (0, 0, 0, slots, 0, 0, 0, rows))
 
     def add_row(self) -> int:
         """Adds an empty row behind the others and returns its index."""
-        assert len(self.lengths) < self.max_rows, "the cache is full"
+        if len(self.lengths) == self.max_rows:
+            self._grow(rows=1)
         self.lengths.append(0)
         return len(self.lengths) - 1
 
@@ -122,6 +132,7 @@ class KVCache(Cache):
         prefill)."""
         self.lengths[row] += num_tokens
 
+    @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keeps the nodes of a root path, in order, and forgets all others. Copies nothing if the
         path is 0, 1, 2, ..."""
@@ -129,10 +140,11 @@ class KVCache(Cache):
         first_moved = next((i for i, node in enumerate(path) if i != node), len(path))
         moved = [length + node for node in path[first_moved:]]
         if moved:
-            into = slice(length + first_moved, length + len(path))
-            for stores in (self.keys, self.values):
-                for store in stores.values():
-                    store[row, :, into] = store[row, :, moved]
+            into, index = slice(length + first_moved, length + len(path)), torch.tensor(moved)
+            for store in self._stores():
+                if index.device != store.device:
+                    index = index.to(store.device, non_blocking=True)
+                store[row, :, into] = store[row].index_select(1, index)
         self.lengths[row] = length + len(path)
 
     def crop(self, row: int, length: int) -> None:  # type: ignore[override]
@@ -140,21 +152,23 @@ class KVCache(Cache):
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
 
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in ascending order, and closes the gaps: the i-th kept row becomes row
         i."""
         for new, old in enumerate(rows):
             assert new <= old
             if new != old:
-                for stores in (self.keys, self.values):
-                    for store in stores.values():
-                        store[new, :, : self.lengths[old]] = store[old, :, : self.lengths[old]]
+                for store in self._stores():
+                    store[new, :, : self.lengths[old]] = store[old, :, : self.lengths[old]]
         self.lengths = [self.lengths[old] for old in rows]
 
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        stores = [*self.keys.values(), *self.values.values()]
-        return sum(store.numel() * store.element_size() for store in stores)
+        return sum(store.numel() * store.element_size() for store in self._stores())
+
+    def _stores(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]
 
     # What transformers' models ask of a cache when they are given an explicit mask and positions.
     def get_seq_length(self, layer_idx: int = 0) -> int:

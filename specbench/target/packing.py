@@ -7,6 +7,7 @@ architecture: the siblings of a block (query, key and value; gate and up) share 
 the first of them to be called computes the product for all.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,67 +18,119 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MIN_TOKENS = 4
 
 
-def available() -> bool:
-    """Whether this build of torch has the packed operators."""
+def available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this build of torch has the packed operators, and this CPU the kernels for a type."""
+    plain = torch.zeros(8, 8, dtype=dtype)
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(8, 8), _MIN_TOKENS)
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 8), weight, None, "none", [], "")
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, _MIN_TOKENS)
+        torch.ops.mkldnn._linear_pointwise(plain, packed, None, "none", [], "")
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return True
 
 
-class _Product:
-    """One packed weight, [out, in], and the last input that it was applied to."""
+class Product(ABC):
+    """A matrix product with one prepared weight, [out, in], that sibling layers may share.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _MIN_TOKENS)
+    Args:
+        weight: [out, in].
+        bias: [out], if there is one.
+        num_siblings: layers that ask for it in turn.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach().clone()
-        self.padded = weight.new_zeros(_MIN_TOKENS, weight.shape[1])
-        self.out_features = weight.shape[0]
+        self.num_siblings = num_siblings
+        self._waiting: set[int] = set()
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 
+    @abstractmethod
+    def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out], the bias added; N is 1 at least."""
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """The weight as a plain tensor again, [out, in]; laid out anew at every call."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        tokens = x.reshape(-1, x.shape[-1])
-        num_tokens = tokens.shape[0]
-        if num_tokens == 0:
+        tokens_Ni = x.reshape(-1, x.shape[-1])
+        if tokens_Ni.shape[0] == 0:
             return x.new_zeros(*x.shape[:-1], self.out_features)
-        if num_tokens < _MIN_TOKENS:
-            self.padded[:num_tokens] = tokens
-            tokens = self.padded
-        out = torch.ops.mkldnn._linear_pointwise(tokens, self.packed, self.bias, "none", [], "")
-        out = out[:num_tokens].view(*x.shape[:-1], self.out_features)
-        assert isinstance(out, torch.Tensor)
+        return self.multiply(tokens_Ni).view(*x.shape[:-1], self.out_features)
+
+    def shared(self, x: torch.Tensor, sibling: int) -> torch.Tensor:
+        """As a call, computed once for siblings that ask in turn, each once, about one input."""
+        if self._input is not x or sibling not in self._waiting:
+            self._input, self._output = x, self(x)
+            self._waiting = set(range(self.num_siblings))
+        out = self._output
+        self._waiting.remove(sibling)
+        if not self._waiting:
+            self._input = self._output = None
+        assert out is not None
         return out
 
-    def shared(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        """As a call, computed once for the siblings that are given the same input in turn."""
-        if self._input is not x or self._output is None:
-            self._input, self._output = x, self(x)
-        out = self._output
-        if last:
-            self._input = self._output = None
-        return out
+
+class PackedProduct(Product):
+    """A product with the weight laid out once for oneDNN; the numbers stay the same."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
+    ) -> None:
+        super().__init__(weight, bias, num_siblings)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _MIN_TOKENS)
+        self.padded = weight.new_zeros(_MIN_TOKENS, weight.shape[1])
+
+    def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]; few tokens are filled up to where the fast kernels begin."""
+        num_tokens = tokens_Ni.shape[0]
+        if num_tokens < _MIN_TOKENS:
+            self.padded[:num_tokens] = tokens_Ni
+            tokens_Ni = self.padded
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            tokens_Ni, self.packed, self.bias, "none", [], ""
+        )
+        return out[:num_tokens]
+
+    def dense(self) -> torch.Tensor:
+        """The weight as a plain tensor again, [out, in]."""
+        dense: torch.Tensor = self.packed.to_dense()
+        return dense
 
 
 class PackedLinear(nn.Module):
     """A linear layer, or one sibling's share of a fused one, on a packed weight."""
 
-    def __init__(self, product: _Product, columns: slice | None = None, last: bool = True) -> None:
+    def __init__(self, product: Product, columns: slice | None = None, sibling: int = 0) -> None:
         super().__init__()
-        self.product, self.columns, self.last = product, columns, last
+        self.product, self.columns, self.sibling = product, columns, sibling
         width = columns.stop - columns.start if columns else product.out_features
-        self.in_features, self.out_features = product.padded.shape[1], width
+        self.in_features, self.out_features = product.in_features, width
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as a plain tensor again, [out, in]; laid out anew at every call."""
+        dense = self.product.dense()
+        return dense if self.columns is None else dense[self.columns]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, [out], if there is one."""
+        bias = self.product.bias
+        return bias if bias is None or self.columns is None else bias[self.columns]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.columns is None:
             return self.product(x)
-        return self.product.shared(x, self.last)[..., self.columns]
+        return self.product.shared(x, self.sibling)[..., self.columns]
 
 
-def _fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
+def _fuse(parent: nn.Module, names: tuple[str, ...], make: type[Product]) -> bool:
     layers = [getattr(parent, name, None) for name in names]
     linears = [layer for layer in layers if type(layer) is nn.Linear]
     if len(linears) != len(names) or len({layer.in_features for layer in linears}) > 1:
@@ -86,18 +139,23 @@ def _fuse(parent: nn.Module, names: tuple[str, ...]) -> bool:
     if len(biases) not in (0, len(linears)):
         return False
     weights: list[torch.Tensor] = [layer.weight for layer in linears]
-    product = _Product(torch.cat(weights), torch.cat(biases) if biases else None)
+    product = make(
+        torch.cat(weights), torch.cat(biases) if biases else None, num_siblings=len(names)
+    )
     start = 0
-    for name, layer in zip(names, linears, strict=True):
+    for sibling, (name, layer) in enumerate(zip(names, linears, strict=True)):
         columns = slice(start, start + layer.out_features)
-        setattr(parent, name, PackedLinear(product, columns, last=name == names[-1]))
+        setattr(parent, name, PackedLinear(product, columns, sibling))
         start = columns.stop
     return True
 
 
-def pack(model: nn.Module) -> int:
-    """Replaces every `nn.Linear` of a CPU model by a packed one, in place; the weights stay the
-    same numbers.
+def pack(model: nn.Module, make: type[Product] = PackedProduct) -> int:
+    """Replaces every `nn.Linear` of a CPU model by one on a prepared weight, in place.
+
+    Args:
+        model: the model.
+        make: how a weight is prepared.
 
     Returns:
         The number of layers replaced.
@@ -106,10 +164,22 @@ def pack(model: nn.Module) -> int:
     parents: list[tuple[nn.Module, Any]] = [(m, dict(m.named_children())) for m in model.modules()]
     for parent, children in parents:
         for names in _SIBLINGS:
-            if _fuse(parent, names):
+            if _fuse(parent, names, make):
                 count += len(names)
         for name, child in children.items():
             if type(child) is nn.Linear and getattr(parent, name) is child:
-                setattr(parent, name, PackedLinear(_Product(child.weight, child.bias)))
+                setattr(parent, name, PackedLinear(make(child.weight, child.bias)))
                 count += 1
     return count
+
+
+def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's state dict with the weights of packed layers as plain tensors, under their own
+    names."""
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            state[f"{name}.weight"] = module.weight
+            if module.bias is not None:
+                state[f"{name}.bias"] = module.bias
+    return state

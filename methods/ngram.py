@@ -1,0 +1,134 @@
+"""N-gram drafting: copies what followed the last tokens where they stood before, in the prompt or
+the output.
+
+Prompt lookup decoding (Saxena 2023), with the longest match first and an index that grows with the
+text, so the cost of a step does not depend on its length. Several continuations make a tree. A
+continuation that reaches the end of the text goes on through its own draft, as in LZ77, which
+follows loops and lists as far as the budget allows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict
+from specbench.target import Target
+from specbench.tree import Tree, merge_paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(MethodConfig):
+    """Knobs of n-gram drafting.
+
+    Args:
+        max_match: longest suffix that is looked up.
+        min_match: shortest one.
+        branches: continuations to draft; more than one makes a tree.
+    """
+
+    depth: int = 7
+    max_match: int = 4
+    min_match: int = 1
+    branches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.min_match <= self.max_match:
+            raise ValueError(
+                f"min_match {self.min_match} and max_match {self.max_match} are out of range; "
+                "valid: 1 <= min_match <= max_match"
+            )
+        if self.branches < 1:
+            raise ValueError(f"branches {self.branches} is out of range; valid: 1 or more")
+
+
+class _Index:
+    """Where each n-gram of a growing text stood: the positions of the tokens behind it, oldest
+    first."""
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self.lengths = range(max_match, min_match - 1, -1)
+        self.tokens: list[int] = []
+        self.behind: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            position = len(self.tokens)
+            for n in self.lengths:
+                if n <= position:
+                    gram = tuple(self.tokens[position - n :])
+                    self.behind.setdefault(gram, []).append(position)
+            self.tokens.append(token)
+
+    def matches(self) -> Iterator[int]:
+        """Positions behind earlier occurrences of the text's suffix, of long suffixes first, of
+        equals the latest."""
+        for n in self.lengths:
+            if n <= len(self.tokens):
+                yield from reversed(self.behind.get(tuple(self.tokens[-n:]), ()))
+
+    def continuation(self, position: int, length: int, ends: frozenset[int]) -> list[int]:
+        """Up to ``length`` tokens from a position on; past the end of the text it reads itself;
+        ends with an ``ends``."""
+        out: list[int] = []
+        while len(out) < length:
+            at = position + len(out)
+            token = self.tokens[at] if at < len(self.tokens) else out[at - len(self.tokens)]
+            out.append(token)
+            if token in ends:
+                break
+        return out
+
+
+class Ngram(Method):
+    """Looks drafts up in the text so far; nothing is trained or computed."""
+
+    Config = NgramConfig
+
+    def __init__(self, target: Target, config: NgramConfig) -> None:
+        super().__init__(target, config)
+        self.knobs = config
+        self.indices: list[_Index] = []
+
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Indexes the prompts."""
+        for row in rows:
+            index = _Index(self.knobs.min_match, self.knobs.max_match)
+            index.extend(row.tokens)
+            self.indices.append(index)
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        """Continuations of the longest earlier match, merged into a tree."""
+        trees, drafted = list[Tree](), list[list[int]]()
+        for index, budget in zip(self.indices, budgets, strict=True):
+            tree, tokens = merge_paths(self._paths(index, budget.depth), budget.nodes)
+            trees.append(tree)
+            drafted.append(tokens)
+        return Proposal.from_rows(batch.rows, trees, drafted)
+
+    def _paths(self, index: _Index, depth: int) -> Iterator[list[int]]:
+        """Distinct continuations; those that another one begins with do not count."""
+        if depth == 0:
+            return
+        found: list[list[int]] = []
+        for position in index.matches():
+            path = index.continuation(position, depth, self.target.eos_ids)
+            if not any(path == other[: len(path)] for other in found):
+                found.append(path)
+                yield path
+                if len(found) == self.knobs.branches:
+                    return
+
+    def update(self, verdict: Verdict) -> None:
+        """Indexes the committed tokens."""
+        for index, tokens in zip(self.indices, verdict.committed, strict=True):
+            index.extend(tokens)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps the rows' indices."""
+        self.indices = [self.indices[b] for b in rows]
+
+    def reset(self) -> None:
+        """Forgets all texts."""
+        self.indices = []
