@@ -8,7 +8,6 @@ the first of them to be called computes the product for all.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import nn
@@ -161,13 +160,13 @@ def pack(model: nn.Module, make: type[Product] = PackedProduct) -> int:
         The number of layers replaced.
     """
     count = 0
-    parents: list[tuple[nn.Module, Any]] = [(m, dict(m.named_children())) for m in model.modules()]
-    for parent, children in parents:
+    # No list holds a linear layer: its weight is freed as soon as it is replaced.
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
         for names in _SIBLINGS:
             if _fuse(parent, names, make):
                 count += len(names)
-        for name, child in children.items():
-            if type(child) is nn.Linear and getattr(parent, name) is child:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
                 setattr(parent, name, PackedLinear(make(child.weight, child.bias)))
                 count += 1
     return count

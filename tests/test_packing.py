@@ -1,0 +1,169 @@
+"""Packed linear layers give what the eager ones give."""
+
+import copy
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+
+from specbench.target import Target, packing
+from specbench.target.packing import PackedLinear, Product, dense_state, pack
+from tests.tiny import tiny_model
+
+needs_kernels = pytest.mark.skipif(
+    not packing.available(), reason="this build of torch has no packed operators"
+)
+HIDDEN, QUERY, KEY = 48, 64, 32
+
+
+class Block(nn.Module):
+    """The linear layers of a decoder layer: siblings that fuse, and others that do not."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, QUERY, bias=bias)
+        self.k_proj = nn.Linear(HIDDEN, KEY, bias=bias)
+        self.v_proj = nn.Linear(HIDDEN, KEY, bias=bias)
+        self.o_proj = nn.Linear(QUERY, HIDDEN, bias=bias)
+        self.experts = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8)])
+
+    def forward(self, x: torch.Tensor, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """All siblings in an order, and another layer behind one."""
+        found = {name: getattr(self, name)(x) for name in order}
+        return found | {"o": self.o_proj(found["q_proj"]), "expert": self.experts[1](x)}
+
+
+SIBLINGS = ("q_proj", "k_proj", "v_proj")
+
+
+def blocks(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Block, Block]:
+    """The same block, eager and packed."""
+    torch.manual_seed(0)
+    eager = Block(bias).to(dtype)
+    packed = copy.deepcopy(eager)
+    assert pack(packed) == 6
+    return eager, packed
+
+
+def product_of(layer: nn.Module) -> Product:
+    assert isinstance(layer, PackedLinear)
+    return layer.product
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 9])
+@torch.inference_mode()
+def test_packed_layers_equal_eager_ones_in_float32(num_tokens: int, bias: bool) -> None:
+    eager, packed = blocks(bias)
+    for shape in ((1, num_tokens, HIDDEN), (num_tokens, HIDDEN), (2, num_tokens, HIDDEN)):
+        x = torch.randn(shape)
+        found, expected = packed(x, SIBLINGS), eager(x, SIBLINGS)
+        assert found.keys() == expected.keys()
+        for name, out in expected.items():
+            torch.testing.assert_close(found[name], out, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    not packing.available(torch.bfloat16), reason="no packed bfloat16 kernels on this CPU"
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 9])
+@torch.inference_mode()
+def test_packed_layers_are_as_good_as_eager_ones_in_bfloat16(num_tokens: int, bias: bool) -> None:
+    eager, packed = blocks(bias, torch.bfloat16)
+    x = torch.randn(1, num_tokens, HIDDEN, dtype=torch.bfloat16)
+    found, exact = packed(x, SIBLINGS), copy.deepcopy(eager).float()(x.float(), SIBLINGS)
+    for name, out in exact.items():
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name].float(), out, atol=0.02, rtol=0.02)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("order", list(permutations(SIBLINGS)))
+@torch.inference_mode()
+def test_siblings_may_be_called_in_any_order(order: tuple[str, ...], bias: bool) -> None:
+    eager, packed = blocks(bias)
+    for x in (torch.randn(1, 5, HIDDEN), torch.randn(1, 5, HIDDEN)):
+        found, expected = packed(x, order), eager(x, order)
+        for name, out in expected.items():
+            torch.testing.assert_close(found[name], out, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_siblings_may_be_given_different_inputs() -> None:
+    eager, packed = blocks(bias=True)
+    first, second = torch.randn(1, 5, HIDDEN), torch.randn(1, 5, HIDDEN)
+    calls = [("q_proj", first), ("k_proj", second), ("q_proj", second), ("v_proj", first)]
+    for name, x in calls:
+        expected = getattr(eager, name)(x)
+        torch.testing.assert_close(getattr(packed, name)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_a_sibling_that_is_called_again_sees_what_became_of_its_input() -> None:
+    eager, packed = blocks(bias=False)
+    x = torch.randn(1, 5, HIDDEN)
+    for _ in range(3):
+        x += 1
+        torch.testing.assert_close(packed.q_proj(x), eager.q_proj(x), atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_siblings_share_one_product_and_keep_no_result_behind() -> None:
+    _, packed = blocks(bias=False)
+    product = product_of(packed.q_proj)
+    assert product is product_of(packed.k_proj) is product_of(packed.v_proj)
+    x = torch.randn(1, 5, HIDDEN)
+    outs = [getattr(packed, name)(x) for name in SIBLINGS]
+    assert len({out.untyped_storage().data_ptr() for out in outs}) == 1
+    assert product._input is None and product._output is None
+
+
+@needs_kernels
+def test_siblings_of_which_only_some_have_a_bias_are_packed_one_by_one() -> None:
+    block = Block(bias=False)
+    block.k_proj = nn.Linear(HIDDEN, KEY, bias=True)
+    assert pack(block) == 6
+    assert product_of(block.q_proj) is not product_of(block.k_proj)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_weights_of_packed_layers_can_be_read_back(bias: bool) -> None:
+    eager, packed = blocks(bias)
+    assert torch.equal(packed.k_proj.weight, eager.k_proj.weight)
+    assert packed.k_proj.in_features == HIDDEN and packed.k_proj.out_features == KEY
+    state = dense_state(packed)
+    assert state.keys() == eager.state_dict().keys()
+    for name, weight in eager.state_dict().items():
+        assert torch.equal(state[name], weight)
+
+
+def test_a_target_falls_back_to_eager_layers_where_operators_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "available", lambda dtype: False)
+    model = tiny_model()
+    target = Target(model)
+    assert not target.packed
+    assert all(type(layer) is not PackedLinear for layer in model.modules())
+
+
+def test_operators_that_raise_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*args: object) -> None:
+        raise RuntimeError("no kernel on this CPU")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", no_kernel)
+    assert not packing.available()
+
+
+@needs_kernels
+def test_packing_can_be_left_out() -> None:
+    assert Target(tiny_model()).packed
+    assert not Target(tiny_model(), pack=False).packed
