@@ -135,10 +135,12 @@ class Worker:
             for sampling in (Sampling(), Sampling(temperature=1.0, rule=self.config.sampling)):
                 self._decode(name, [request], sampling)
 
-    def _prompt_ids(self, turns: Sequence[str], answers: Sequence[str]) -> tuple[int, ...]:
+    def _prompt_ids(
+        self, turns: Sequence[str], answers: Sequence[str], instruction: str = "{prompt}"
+    ) -> tuple[int, ...]:
         if self.target.tokenizer is None:
             raise ValueError(f"target {self.target.name!r} has no tokenizer")
-        return build_prompt(self.target.tokenizer, turns, answers)
+        return build_prompt(self.target.tokenizer, turns, answers, instruction)
 
     def describe(self) -> dict[str, Any]:
         """What is measured and on what, for the provenance."""
@@ -197,7 +199,9 @@ class Worker:
             try:
                 request = Request(
                     id=request_id,
-                    prompt=self._prompt_ids(prompt.turns[: turn + 1], answers),
+                    prompt=self._prompt_ids(
+                        prompt.turns[: turn + 1], answers, workload.instruction
+                    ),
                     max_new_tokens=self.config.max_new_tokens,
                     stop=workload.decoding.stop,
                     key=request_key(self.config.seed, f"{workload.name}/{request_id}"),
