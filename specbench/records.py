@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
+BASELINE = "vanilla"
+"""The method that every speed-up is measured against; it drafts nothing."""
+LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +67,9 @@ class RequestRecord:
     steps: list[list[int]]
     """[nodes n, offered depth d, accepted a, committed c, matched before cutting] for each step."""
     lossless: str
-    """``exact``, ``tie`` or ``broken`` against the reference; ``law`` where only the distribution
-    is the target's (rejection sampling from a draft distribution); ``lossy`` where the method does
-    not claim it."""
+    """One of `LOSSLESS`: ``exact``, ``tie`` or ``broken`` against the reference; ``law`` where only
+    the distribution is the target's (rejection sampling from a draft distribution); ``lossy`` where
+    the method does not claim it."""
     divergence: Divergence | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class RequestRecord:
         assert sum(step[3] for step in self.steps) == len(self.tokens), (
             "steps account for every token of the output"
         )
+        assert self.lossless in LOSSLESS, f"losslessness is one of {', '.join(LOSSLESS)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,13 @@ class TimingRecord:
     draft_s: float
     forward_s: float
     bookkeeping_s: float
+
+    def __post_init__(self) -> None:
+        assert self.requests and self.num_tokens >= len(self.requests) and self.num_forwards >= 1, (
+            "every request that was timed made a token, which takes a forward"
+        )
+        times = (self.prefill_s, self.decode_s, self.draft_s, self.forward_s, self.bookkeeping_s)
+        assert min(times) >= 0, "times are not negative"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,8 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
+        # A temporary file is its owner's alone; results are for everyone who may read the folder.
+        os.chmod(part, 0o644)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -194,32 +207,43 @@ def read_shard(path: Path) -> list[Record]:
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        header = lines[0]
-        schema, expected = header["schema"], header["num_records"]
+        header = lines.pop(0)
+        schema = header["schema"]
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a readable result file: {_reason(error)}") from error
+    _check_schema(path, schema)
+    shard, expected = header.get("shard"), header.get("num_records")
+    if shard_path(Path(), shard).name != path.name:
+        raise ValueError(f"{path} holds shard {shard!r}; a shard's file bears its name")
+    if expected != len(lines):
+        raise ValueError(f"{path} holds {len(lines)} records, its header says {expected}")
+    return [_record(path, number, line) for number, line in enumerate(lines, start=2)]
+
+
+def _record(path: Path, number: int, line: Any) -> Record:
+    try:
+        fields = dict(line)
+        cls = _KINDS[fields.pop("kind")]
+        if fields.get("divergence") is not None:
+            fields["divergence"] = Divergence(**fields["divergence"])
+        record: Record = cls(**fields)
+        return record
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(
-            f"{path} is not a readable result file: {error or type(error).__name__}"
+            f"{path} holds a broken record in line {number}: {_reason(error)}"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    missing = "no such key or kind: " if isinstance(error, KeyError) else ""
+    return f"{missing}{error}" if str(error) else type(error).__name__
+
+
+def _check_schema(path: Path, schema: Any) -> None:
     if schema != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema version {schema}; this version of specbench reads {SCHEMA_VERSION}"
         )
-    if expected != len(lines) - 1:
-        raise ValueError(f"{path} is cut short: {len(lines) - 1} of {expected} records")
-    try:
-        return [_record(line) for line in lines[1:]]
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"{path} holds a broken record: {error or type(error).__name__}"
-        ) from error
-
-
-def _record(line: dict[str, Any]) -> Record:
-    kind = line.pop("kind")
-    if kind == "request" and line["divergence"] is not None:
-        line["divergence"] = Divergence(**line["divergence"])
-    record: Record = _KINDS[kind](**line)
-    return record
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -232,13 +256,10 @@ def read_info(folder: Path) -> dict[str, Any]:
         info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         schema = info["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder} holds no readable run: {error or type(error).__name__}"
-        ) from error
-    if schema != SCHEMA_VERSION:
-        raise ValueError(
-            f"{folder} has schema version {schema}; this version of specbench reads {SCHEMA_VERSION}"
-        )
+        raise ValueError(f"{folder} holds no readable run: {_reason(error)}") from error
+    _check_schema(folder / "run.json", schema)
+    if not isinstance(info.get("shards"), list):
+        raise ValueError(f"{folder} holds no readable run: run.json lists no shards")
     return info
 
 

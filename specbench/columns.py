@@ -1,0 +1,185 @@
+"""What each column of a report says of a method, to the word and the digit."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from specbench.metrics import Acceptance, Times
+from specbench.summary import MethodResult
+from specbench.tables import MISSING, NO_BREAK, Cell, Column, Table
+
+_MOST_POSITIONS = 8
+_NOT_THE_TARGETS = ("broken", "lossy")
+_Show = Callable[[MethodResult], Cell | str]
+_Text = Callable[[float | None], str]
+
+
+def results_table(methods: Sequence[MethodResult]) -> Table:
+    """What came out: acceptance, speed-up, losslessness."""
+    return _table("", methods, _RESULT_COLUMNS)
+
+
+def costs_table(methods: Sequence[MethodResult]) -> Table:
+    """What it costs: forwards, nodes, seconds, weights."""
+    return _table("cost", methods, _COST_COLUMNS)
+
+
+def positions_table(methods: Sequence[MethodResult]) -> Table:
+    """Conditional acceptance by position, of the methods that drafted."""
+    drafting = [m for m in methods if m.acceptance and m.acceptance.positions]
+    deepest = max((len(m.acceptance.positions) for m in drafting if m.acceptance), default=0)
+    columns: list[tuple[Column, _Show]] = [
+        _MARKED,
+        (Column("tau by prompt"), _accepted(lambda a: a.tau_by_prompt, number)),
+        *((Column(f"{p}"), _at(p)) for p in range(1, min(deepest, _MOST_POSITIONS) + 1)),
+    ]
+    more = f" (the first {_MOST_POSITIONS} of {deepest})" if deepest > _MOST_POSITIONS else ""
+    return _table(f"acceptance at position p{more}", drafting, columns)
+
+
+def ranking_table(methods: Sequence[MethodResult]) -> Table:
+    """The results, best speed-up first, with ranks; broken and lossy methods, and those without a
+    speed-up, stand at the end without a rank."""
+    ordered = sorted(methods, key=lambda m: (-_standing(m), m.method))
+    ranked = [m for m in ordered if _standing(m) > 0 and not m.is_baseline]
+    ranks = {m.method: str(place) for place, m in enumerate(ranked, start=1)}
+    rank: tuple[Column, _Show] = (Column("rank"), lambda m: ranks.get(m.method, MISSING))
+    return _table("", ordered, [rank, *_RESULT_COLUMNS])
+
+
+def _standing(method: MethodResult) -> float:
+    """What a method is ranked by; 0 is no rank."""
+    if method.is_baseline:
+        return 1.0
+    if method.speed_up is None or _is_not_the_targets(method):
+        return 0.0
+    return method.speed_up.value
+
+
+def _is_not_the_targets(method: MethodResult) -> bool:
+    return any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+
+
+def _accepted(read: Callable[[Acceptance], float | None], text: _Text) -> _Show:
+    return lambda method: text(read(method.acceptance) if method.acceptance else None)
+
+
+def _timed(read: Callable[[Times], float | None], text: _Text) -> _Show:
+    return lambda method: text(read(method.times) if method.times else None)
+
+
+def _at(p: int) -> Callable[[MethodResult], str]:
+    def show(method: MethodResult) -> str:
+        positions = method.acceptance.positions if method.acceptance else []
+        return percent(positions[p - 1].conditional if p <= len(positions) else None)
+
+    return show
+
+
+def _table(
+    title: str, methods: Iterable[MethodResult], columns: Sequence[tuple[Column, _Show]]
+) -> Table:
+    rows = [[_cell(show(method)) for _, show in columns] for method in methods]
+    return Table(title, [column for column, _ in columns], rows)
+
+
+def _cell(shown: Cell | str) -> Cell:
+    return shown if isinstance(shown, Cell) else Cell(shown)
+
+
+def _show_method(method: MethodResult) -> str:
+    return f"{method.method} ({method.label})" if method.label else method.method
+
+
+def _show_marked(method: MethodResult) -> Cell:
+    marks = [mark.upper() for mark in _NOT_THE_TARGETS if mark in method.lossless]
+    return Cell(" ".join([method.method, *marks]), "bad" if marks else "")
+
+
+def _show_speed_up(method: MethodResult) -> Cell:
+    estimate = method.speed_up
+    if method.is_baseline:
+        return Cell("1.00x baseline")
+    if estimate is None:
+        return Cell(MISSING)
+    tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
+    interval = f"[{number(estimate.low)},{NO_BREAK}{number(estimate.high)}]"
+    verdict = f"{NO_BREAK if tone else ' '}{estimate.verdict}"
+    few = " (too few)" if estimate.too_few else ""
+    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{interval}{verdict}{few}", tone)
+
+
+def _show_split(method: MethodResult) -> str:
+    times = method.times
+    if times is None:
+        return MISSING
+    shares = (times.draft_share, times.forward_share, times.bookkeeping_share)
+    return "/".join(MISSING if share is None else f"{100 * share:.0f}" for share in shares)
+
+
+def _show_lossless(method: MethodResult) -> Cell:
+    counts, total = method.lossless, sum(method.lossless.values())
+    if counts.get("exact") == total and total:
+        return Cell(f"exact {total}/{total}")
+    words = {
+        "broken": "BROKEN {}",
+        "exact": "{} exact",
+        "tie": "{} tie" if counts.get("tie") == 1 else "{} ties",
+        "law": "in law" if counts.get("law") == total else "{} in law",
+        "lossy": "LOSSY" if counts.get("lossy") == total else "{} LOSSY",
+    }
+    text = ", ".join(words[name].format(counts[name]) for name in words if counts.get(name))
+    return Cell(text or MISSING, "bad" if _is_not_the_targets(method) else "")
+
+
+def _show_failed(method: MethodResult) -> Cell:
+    return Cell(str(method.num_failed), "bad" if method.num_failed else "")
+
+
+def _show_weights(method: MethodResult) -> str:
+    extra = method.extra_bytes
+    return MISSING if extra is None else f"{extra / 2**20:.1f}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number of so many decimals."""
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage of one decimal."""
+    return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def _tenths(value: float | None) -> str:
+    return number(value, 1)
+
+
+def _thousandths(value: float | None) -> str:
+    return number(value, 3)
+
+
+def _milliseconds(value: float | None) -> str:
+    return MISSING if value is None else f"{1000 * value:.1f}"
+
+
+_METHOD: tuple[Column, _Show] = (Column("method", numbers=False), _show_method)
+_MARKED: tuple[Column, _Show] = (Column("method", numbers=False), _show_marked)
+"""For the tables beside the results, which do not say otherwise what is lossless."""
+_RESULT_COLUMNS: list[tuple[Column, _Show]] = [
+    _METHOD,
+    (Column("tau"), _accepted(lambda a: a.tau, number)),
+    (Column("acceptance"), _accepted(lambda a: a.rate, percent)),
+    (Column("speed-up", numbers=False), _show_speed_up),
+    (Column("tokens/s"), _timed(lambda t: t.tokens_per_s, _tenths)),
+    (Column("draft/ verify/ other %"), _show_split),
+    (Column("lossless", numbers=False), _show_lossless),
+    (Column("failed"), _show_failed),
+]
+_COST_COLUMNS: list[tuple[Column, _Show]] = [
+    _MARKED,
+    (Column("forwards /token"), _timed(lambda t: t.forwards_per_token, _thousandths)),
+    (Column("nodes /token"), _accepted(lambda a: a.nodes_per_token, number)),
+    (Column("wasted"), _accepted(lambda a: a.wasted, percent)),
+    (Column("ms /step"), _timed(lambda t: t.step_s, _milliseconds)),
+    (Column("prefill ms"), _timed(lambda t: t.prefill_s, _milliseconds)),
+    (Column("extra MiB"), _show_weights),
+]

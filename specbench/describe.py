@@ -1,0 +1,241 @@
+"""What a report says in prose: of workloads, provenance, and what a reader must be warned of."""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specbench.columns import number, percent
+from specbench.merge import Section
+from specbench.metrics import peak_memory_mib
+from specbench.records import FailureRecord, RequestRecord, Run
+from specbench.summary import WorkloadResult
+
+_MOST_NAMED = 3
+_MOST_DIFFERENCES = 8
+_PACKAGES = ("torch", "transformers")
+
+
+def describe_workload(workload: WorkloadResult) -> str:
+    """A workload's line: kind, size, entropy, loops and decoding."""
+    about = workload.metrics
+    turns = f" ({about.num_requests} turns)" if about.num_requests != about.num_prompts else ""
+    decodings = " and ".join(_decoding(decoding) for decoding in workload.decodings)
+    return "; ".join(
+        [
+            f"kind {about.kind}",
+            f"{_count(about.num_prompts, 'prompt')}{turns}",
+            _count(about.num_tokens, "token"),
+            f"entropy {number(about.entropy_nats)} nats",
+            f"looping {percent(about.looping)}",
+            decodings or "decoding not known",
+        ]
+    )
+
+
+def _decoding(decoding: Mapping[str, Any]) -> str:
+    temperature = decoding.get("temperature")
+    if temperature:
+        words = [
+            f"T={temperature}",
+            f"top-k {decoding['top_k']}" if decoding.get("top_k") else None,
+            f"top-p {decoding['top_p']}" if decoding.get("top_p", 1) != 1 else None,
+            f"rule {decoding['rule']}" if decoding.get("rule") else None,
+        ]
+    else:
+        words = ["temperature not known" if temperature is None else "greedy"]
+    limit = decoding.get("max_new_tokens")
+    return _join([*words, f"at most {limit} tokens" if limit else None])
+
+
+def title(run: Run) -> str:
+    """Target, dtype and machine."""
+    target, provenance = run.info.get("target", {}), run.info.get("provenance", {})
+    device = provenance.get("device")
+    return _join(
+        [
+            target.get("name") or "target not known",
+            target.get("dtype") or provenance.get("dtype"),
+            (provenance.get("cpu") or device) if device == "cpu" else device,
+        ]
+    )
+
+
+def differences(section: Section) -> str | None:
+    """What sets a section apart from the first one; None for the first."""
+    if not section.differs:
+        return None
+    more = len(section.differs) - _MOST_DIFFERENCES
+    rest = [f"and {more} more"] if more > 0 else []
+    return "not to be compared with the first run: " + "; ".join(
+        [*section.differs[:_MOST_DIFFERENCES], *rest]
+    )
+
+
+def warnings(section: Section) -> list[str]:
+    """What is missing, failed or doubtful."""
+    return [
+        *(line for run in section.runs for line in _doubts(run)),
+        *_failures(section.union.failures),
+        *_untimed(section.union),
+        *_broken(section.union.requests),
+    ]
+
+
+def _doubts(run: Run) -> list[str]:
+    lines, provenance = [], run.info.get("provenance", {})
+    if run.missing_shards:
+        lines.append(
+            f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing: "
+            f"resume with `specbench run --resume {run.folder}`"
+        )
+    load, cores = _load(provenance), provenance.get("cores")
+    if load is not None and cores is not None and load >= cores:
+        lines.append(
+            f"{_name(run)}: the machine was busy at the start (load average "
+            f"{load:.1f} on {cores} cores); times may be off"
+        )
+    if provenance.get("dirty"):
+        lines.append(f"{_name(run)}: the code had changes that its commit does not hold")
+    return lines
+
+
+def _name(run: Run) -> str:
+    return run.folder.absolute().name
+
+
+def _failures(failures: Sequence[FailureRecord]) -> list[str]:
+    causes: dict[tuple[str, str, str], list[str]] = {}
+    for failure in failures:
+        cause = (failure.method or "every method", failure.workload, failure.reason)
+        causes.setdefault(cause, []).append(failure.request)
+    return [
+        f"failed: {method} on {workload}, prompts {_names(requests)}: {reason}"
+        for (method, workload, reason), requests in causes.items()
+    ]
+
+
+def _untimed(run: Run) -> list[str]:
+    timed = {(t.workload, t.method, request) for t in run.timings for request in t.requests}
+    untimed: dict[tuple[str, str], list[str]] = {}
+    for record in run.requests:
+        if (record.workload, record.method, record.request) not in timed:
+            untimed.setdefault((record.method, record.workload), []).append(record.request)
+    return [
+        f"not timed: {method} on {workload}, prompts {_names(requests)}; its times and its "
+        "speed-up leave them out"
+        for (method, workload), requests in untimed.items()
+    ]
+
+
+def _broken(requests: Sequence[RequestRecord]) -> list[str]:
+    """Where each broken method first leaves the reference, for its first few prompts."""
+    broken: dict[tuple[str, str], list[str]] = {}
+    for record in requests:
+        if record.lossless == "broken":
+            where = f"prompt {record.request}"
+            if (split := record.divergence) is not None:
+                gap = "" if split.gap is None else f" (logit gap {split.gap:.3g})"
+                found, expected = (
+                    "the end" if token is None else str(token)
+                    for token in (split.found, split.expected)
+                )
+                where += f" at {split.position}: {found} instead of {expected}{gap}"
+            broken.setdefault((record.method, record.workload), []).append(where)
+    return [
+        f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}"
+        for (method, workload), places in broken.items()
+    ]
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def provenance_lines(section: Section) -> list[str]:
+    """Target, machine, code and memory, and each run's command."""
+    run = section.union
+    provenance = run.info.get("provenance", {})
+    peak = peak_memory_mib(run)
+    return [
+        f"target: {_target(run.info.get('target', {}), provenance)}",
+        f"machine: {_machine(provenance)}",
+        f"code: {_code(provenance)}",
+        *([] if peak is None else [f"peak memory of a worker, with all methods: {peak:.0f} MiB"]),
+        *(f"{_name(one)}: {_command(one.info.get('provenance', {}))}" for one in section.runs),
+    ]
+
+
+def _target(target: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    parameters, size = target.get("num_parameters"), target.get("num_weight_bytes")
+    return _join(
+        [
+            target.get("name"),
+            target.get("dtype") or provenance.get("dtype"),
+            None if parameters is None else f"{parameters / 1e6:.1f} M parameters",
+            None if size is None else f"{size / 2**20:.1f} MiB of weights",
+            target.get("note"),
+            _prefixed("weights sha256", str(provenance.get("weights_sha256") or "")[:12]),
+            _prefixed("chat template sha256", str(provenance.get("template_sha256") or "")[:12]),
+        ]
+    )
+
+
+def _machine(provenance: Mapping[str, Any]) -> str:
+    workers, threads = provenance.get("workers"), provenance.get("threads_per_worker")
+    return _join(
+        [
+            _prefixed("device", provenance.get("device")),
+            provenance.get("cpu"),
+            None if workers is None else _count(workers, "worker"),
+            None if threads is None else f"{_count(threads, 'thread')} each",
+            provenance.get("platform"),
+        ]
+    )
+
+
+def _code(provenance: Mapping[str, Any]) -> str:
+    commit, packages = provenance.get("commit"), provenance.get("packages") or {}
+    dirty = " with changes" if provenance.get("dirty") else ""
+    return _join(
+        [
+            _prefixed("specbench", provenance.get("code_version")),
+            f"commit {str(commit)[:12]}{dirty}" if commit else "commit not known",
+            _prefixed("python", provenance.get("python")),
+            *(_prefixed(name, packages.get(name)) for name in _PACKAGES),
+        ]
+    )
+
+
+def _command(provenance: Mapping[str, Any]) -> str:
+    """The command line, the start and the load then."""
+    argv, load = provenance.get("argv"), _load(provenance)
+    # Where the program lies on its machine says nothing.
+    command = shlex.join([Path(argv[0]).name, *argv[1:]]) if argv else None
+    return _join(
+        [
+            f"`{command}`" if command else "command not known",
+            _prefixed("started", provenance.get("started")),
+            None if load is None else f"load average {load:.2f}",
+        ]
+    )
+
+
+def _load(provenance: Mapping[str, Any]) -> float | None:
+    load = provenance.get("load_average")
+    if isinstance(load, list | tuple):
+        load = load[0] if load else None
+    return None if load is None else float(load)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _prefixed(word: str, value: Any) -> str | None:
+    return None if value in (None, "") else f"{word} {value}"
+
+
+def _join(parts: Iterable[Any]) -> str:
+    return ", ".join(str(part) for part in parts if part) or "not known"

@@ -1,0 +1,349 @@
+"""Records -> numbers: acceptance, tau, times and cost by workload and method; pure functions.
+
+`DEFINITIONS` says in words what is computed here; it is printed with the tables. What is missing is
+None, never 0.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
+from specbench.stats import Floats
+
+DEFINITIONS = {
+    "tau": "committed tokens / steps over all prompts: the bonus included, tokens behind the end "
+    "of the output excluded; vanilla is exactly 1",
+    "tau by prompt": "the mean over prompts of each prompt's own tau; it may rank methods "
+    "differently",
+    "acceptance": "accepted tokens / offered depth, over all steps; it falls with the depth, so "
+    "compare it at equal depths only",
+    "acceptance at position p": "of the steps that offered a token at depth p and accepted all "
+    "before it, with the output not ended there, the share that accepted it; for trees, p is "
+    "offered where the deepest path reaches it",
+    "speed-up": "vanilla's decode seconds per token / the method's, on the same prompts, as a "
+    "ratio of sums; per batch of prompts the median over the rounds that timed both; prefill is "
+    "not in it",
+    "interval": "95 %, bootstrap over prompts (over batches where prompts are decoded together; a "
+    "prompt's turns stay together), percentile interval expanded for few prompts; faster / slower: "
+    "it leaves out 1; too few: under 5 independent prompts or batches, so no verdict",
+    "tokens/s": "committed tokens per second of decoding, per batch the median over rounds",
+    "draft / verify / other": "share of the decode time spent drafting, in target forwards, and in "
+    "all the rest (bookkeeping)",
+    "lossless": "outputs against the reference, token by token: exact; tie (first difference "
+    "within the target's numerical tolerance); BROKEN; in law: only the distribution is the "
+    "target's; LOSSY: the method does not claim it",
+    "wasted": "drafted nodes that were not accepted / drafted nodes",
+    "prefill": "per request; no method gains any of it, some add to it",
+    "extra": "weights that the method needs beside the target's",
+    "entropy": "mean next-token entropy of the target at T=1 along the reference, over all tokens",
+    "looping": "share of references that run into a loop, the best case of copying drafters",
+}
+
+
+class Position(NamedTuple):
+    """Acceptance at one depth, in steps."""
+
+    offered: int
+    """Steps that offered a token at this depth."""
+    reached: int
+    """Those that accepted all before it, with the output not ended there."""
+    accepted: int
+
+    @property
+    def unconditional(self) -> float | None:
+        """Share of the offered that was accepted."""
+        return _ratio(self.accepted, self.offered)
+
+    @property
+    def conditional(self) -> float | None:
+        """Share of the reached that was accepted."""
+        return _ratio(self.accepted, self.reached)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What became of a method's drafts on a workload.
+
+    Args:
+        num_requests: outputs that this is made of.
+        num_steps: their steps.
+        num_tokens: their committed tokens.
+        num_offered: sum of the offered depths.
+        num_drafted: drafted nodes.
+        num_accepted: accepted tokens.
+        tau: committed tokens / steps.
+        tau_by_prompt: mean over prompts of each prompt's tau.
+        rate: accepted / offered; None where nothing was drafted.
+        positions: by depth, from 1.
+        nodes_per_token: drafted nodes / committed tokens.
+        wasted: drafted nodes that were not accepted / drafted nodes.
+    """
+
+    num_requests: int
+    num_steps: int
+    num_tokens: int
+    num_offered: int
+    num_drafted: int
+    num_accepted: int
+    tau: float
+    tau_by_prompt: float
+    rate: float | None
+    positions: Sequence[Position]
+    nodes_per_token: float
+    wasted: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Where a method's time went on a workload; batches and rounds pooled but where it says median.
+
+    Args:
+        num_batches: distinct batches that were timed.
+        num_rounds: most rounds that any of them was timed in.
+        tokens_per_s: committed tokens per second of decoding; by batch, the median round.
+        prefill_s: seconds of prefill per request; by batch, the median round.
+        draft_share: of the decode time; None where no time passed.
+        forward_share: likewise, target forwards.
+        bookkeeping_share: likewise, all the rest.
+        step_s: decode seconds per step, which is one target forward.
+        forwards_per_token: target forwards / committed tokens; below 1 / tau where rows share a
+        forward.
+    """
+
+    num_batches: int
+    num_rounds: int
+    tokens_per_s: float | None
+    prefill_s: float
+    draft_share: float | None
+    forward_share: float | None
+    bookkeeping_share: float | None
+    step_s: float
+    forwards_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadMetrics:
+    """What the references say of a workload.
+
+    Args:
+        num_prompts: prompts, each with all its turns.
+        num_requests: references.
+        num_tokens: of the references.
+        entropy_nats: mean over tokens; None without references.
+        looping: share of references that loop.
+    """
+
+    workload: str
+    kind: str
+    num_prompts: int
+    num_requests: int
+    num_tokens: int
+    entropy_nats: float | None
+    looping: float | None
+
+
+def measure_workload(run: Run, workload: str) -> WorkloadMetrics:
+    """Describes a workload by its references."""
+    references = [record for record in run.references if record.workload == workload]
+    names = {record.request for record in references}
+    lengths = [len(record.tokens) for record in references]
+    nats = sum(
+        record.entropy_nats * length for record, length in zip(references, lengths, strict=True)
+    )
+    return WorkloadMetrics(
+        workload=workload,
+        kind=_kind(run, workload, references),
+        num_prompts=len({prompt_of(name, names) for name in names}),
+        num_requests=len(references),
+        num_tokens=sum(lengths),
+        entropy_nats=_ratio(nats, sum(lengths)),
+        looping=_ratio(sum(record.looping for record in references), len(references)),
+    )
+
+
+def _kind(run: Run, workload: str, references: Sequence[ReferenceRecord]) -> str:
+    if references:
+        return references[0].workload_kind
+    return str(run.info.get("workloads", {}).get(workload, {}).get("kind", "unknown"))
+
+
+def measure_acceptance(run: Run, workload: str, method: str) -> Acceptance | None:
+    """A method's acceptance on a workload; None where it has decoded nothing."""
+    records = [r for r in run.requests if (r.workload, r.method) == (workload, method)]
+    if not records:
+        return None
+    steps = [step for record in records for step in record.steps]
+    nodes, depths, accepted, committed, _ = (sum(column) for column in zip(*steps, strict=True))
+    return Acceptance(
+        num_requests=len(records),
+        num_steps=len(steps),
+        num_tokens=committed,
+        num_offered=depths,
+        num_drafted=nodes,
+        num_accepted=accepted,
+        tau=committed / len(steps),
+        tau_by_prompt=_tau_by_prompt(records, request_names(run, workload)),
+        rate=_ratio(accepted, depths),
+        positions=_positions(steps),
+        nodes_per_token=nodes / committed,
+        wasted=_ratio(nodes - accepted, nodes),
+    )
+
+
+def _tau_by_prompt(records: Iterable[RequestRecord], names: set[str]) -> float:
+    num_tokens: Counter[str] = Counter()
+    num_steps: Counter[str] = Counter()
+    for record in records:
+        prompt = prompt_of(record.request, names)
+        num_tokens[prompt] += len(record.tokens)
+        num_steps[prompt] += len(record.steps)
+    return float(np.mean([num_tokens[prompt] / num_steps[prompt] for prompt in num_tokens]))
+
+
+def _positions(steps: Sequence[Sequence[int]]) -> list[Position]:
+    deepest = max(depth for _, depth, *_ in steps)
+    return [_position(p, steps) for p in range(1, deepest + 1)]
+
+
+def _position(p: int, steps: Sequence[Sequence[int]]) -> Position:
+    offered = [step for step in steps if step[1] >= p]
+    # Without a bonus the output ended behind the accepted tokens: the next was not put to the test.
+    reached = sum(min(accepted, committed - 1) >= p - 1 for _, _, accepted, committed, _ in offered)
+    return Position(len(offered), reached, sum(step[2] >= p for step in offered))
+
+
+def measure_times(run: Run, workload: str, method: str) -> Times | None:
+    """Where a method's time went on a workload; None where it was not timed."""
+    batches = _by_batch(run, workload, method)
+    if not batches:
+        return None
+    timings = [timing for batch in batches.values() for timing in batch]
+    decode_s = sum(timing.decode_s for timing in timings)
+    num_forwards = sum(timing.num_forwards for timing in timings)
+    medians = [_median_round(batch) for batch in batches.values()]
+    return Times(
+        num_batches=len(batches),
+        num_rounds=max(len(batch) for batch in batches.values()),
+        tokens_per_s=_ratio(sum(m.num_tokens for m in medians), sum(m.decode_s for m in medians)),
+        prefill_s=sum(m.prefill_s for m in medians) / sum(len(names) for names in batches),
+        draft_share=_ratio(sum(timing.draft_s for timing in timings), decode_s),
+        forward_share=_ratio(sum(timing.forward_s for timing in timings), decode_s),
+        bookkeeping_share=_ratio(sum(timing.bookkeeping_s for timing in timings), decode_s),
+        step_s=decode_s / num_forwards,
+        forwards_per_token=num_forwards / sum(timing.num_tokens for timing in timings),
+    )
+
+
+class _MedianRound(NamedTuple):
+    num_tokens: float
+    decode_s: float
+    prefill_s: float
+
+
+def _median_round(batch: Iterable[TimingRecord]) -> _MedianRound:
+    return _MedianRound(
+        *np.median([(t.num_tokens, t.decode_s, t.prefill_s) for t in batch], axis=0).tolist()
+    )
+
+
+def pair_times(run: Run, workload: str, method: str) -> Floats:
+    """The method's and the baseline's decode times of the same batches, for `stats.speed_up`.
+
+    Only batches and rounds that both were timed in count; a batch counts with the median over its
+    rounds (a hiccup of the machine is no part of a method's speed). Batches that share a prompt,
+    as its turns do, are one cluster.
+
+    Returns:
+        [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
+    """
+    baseline, timed = (_by_batch(run, workload, name) for name in (BASELINE, method))
+    pairs = {}
+    for batch in sorted(timed.keys() & baseline.keys()):
+        in_round = {timing.round: timing for timing in baseline[batch]}
+        both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
+        if both:
+            rows = [(b.decode_s, b.num_tokens, t.decode_s, t.num_tokens) for b, t in both]
+            pairs[batch] = np.median(np.array(rows, dtype=np.float64), axis=0)
+    clusters = group_batches(list(pairs), request_names(run, workload))
+    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
+    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+
+
+def _by_batch(run: Run, workload: str, method: str) -> dict[tuple[str, ...], list[TimingRecord]]:
+    batches = defaultdict(list)
+    for timing in run.timings:
+        if (timing.workload, timing.method) == (workload, method):
+            batches[tuple(timing.requests)].append(timing)
+    return dict(batches)
+
+
+def group_batches(
+    batches: Sequence[tuple[str, ...]], names: set[str]
+) -> list[list[tuple[str, ...]]]:
+    """Groups batches into clusters: those that share a prompt, directly or through others.
+
+    Args:
+        batches: the requests of each.
+        names: all requests of the workload.
+    """
+    clusters: list[tuple[set[str], list[tuple[str, ...]]]] = []
+    for batch in batches:
+        prompts, members = {prompt_of(name, names) for name in batch}, [batch]
+        apart = []
+        for cluster in clusters:
+            if cluster[0] & prompts:
+                prompts, members = prompts | cluster[0], cluster[1] + members
+            else:
+                apart.append(cluster)
+        clusters = [*apart, (prompts, members)]
+    return [members for _, members in clusters]
+
+
+def prompt_of(request: str, names: set[str]) -> str:
+    """The prompt that a request is a turn of: ``x/2`` belongs to ``x`` if there is a request ``x``
+    (a prompt may itself be called ``set/2``)."""
+    prompt, slash, turn = request.rpartition("/")
+    return prompt if slash and turn.isdecimal() and prompt in names else request
+
+
+def request_names(run: Run, workload: str) -> set[str]:
+    """All requests of a workload that the run has a word on."""
+    return {
+        record.request
+        for records in (run.references, run.requests, run.failures)
+        for record in records
+        if record.workload == workload
+    }
+
+
+def count_lossless(run: Run, workload: str, method: str) -> dict[str, int]:
+    """How many of a method's outputs are exact, tie, broken, ...; what there is none of is left
+    out."""
+    found = Counter(
+        r.lossless for r in run.requests if (r.workload, r.method) == (workload, method)
+    )
+    return {name: found[name] for name in LOSSLESS if found[name]}
+
+
+def count_failures(run: Run, workload: str, method: str) -> int:
+    """Requests that a method has no output for: its own failures and those before its turn."""
+    return len(
+        {
+            record.request
+            for record in run.failures
+            if record.workload == workload and record.method in (method, None)
+        }
+    )
+
+
+def peak_memory_mib(run: Run) -> float | None:
+    """The most that any worker of the run had used; all methods share a worker."""
+    return max((record.peak_memory_mib for record in run.resources), default=None)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,175 @@
+"""Made-up records and runs, with numbers that can be worked out by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specbench.records import (
+    Divergence,
+    FailureRecord,
+    Record,
+    ReferenceRecord,
+    RequestRecord,
+    ResourceRecord,
+    Run,
+    TimingRecord,
+    read_run,
+    write_run,
+    write_shard,
+)
+
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "rule": "greedy", "max_new_tokens": 64}
+INFO: dict[str, Any] = {
+    "settings": {"seed": 0, "rounds": 2, "max_new_tokens": 64, "methods": ["vanilla", "echo"]},
+    "provenance": {
+        "code_version": "0.1.0",
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "argv": ["/somewhere/bin/specbench", "run", "--workloads", "code, creative"],
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "transformers": "5.24.0"},
+        "cpu": "Made-up CPU",
+        "device": "cpu",
+        "threads_per_worker": 1,
+        "workers": 2,
+        "load_average": 0.25,
+        "started": "2026-01-02T03:04:05Z",
+        "weights_sha256": "ab" * 32,
+    },
+    "target": {"name": "tiny", "dtype": "float32", "num_parameters": 1_500_000},
+    "methods": {
+        "vanilla": {"label": "", "extra_bytes": 0},
+        "echo": {"label": "copies", "extra_bytes": 3 * 2**20},
+    },
+    "workloads": {"code": {"kind": "code"}, "creative": {"kind": "creative"}},
+}
+
+
+def reference(
+    request: str,
+    *,
+    workload: str = "code",
+    num_tokens: int = 4,
+    entropy_nats: float = 0.5,
+    looping: bool = False,
+    decoding: dict[str, Any] = GREEDY,
+) -> ReferenceRecord:
+    """The reference of one request: tokens 0, 1, 2, ..."""
+    return ReferenceRecord(
+        workload=workload,
+        workload_kind=workload,
+        request=request,
+        num_prompt_tokens=3,
+        tokens=list(range(num_tokens)),
+        finish="length",
+        text="",
+        entropy_nats=entropy_nats,
+        looping=looping,
+        decoding=decoding,
+    )
+
+
+def output(
+    method: str,
+    request: str,
+    *steps: tuple[int, int, int, int],
+    workload: str = "code",
+    lossless: str = "exact",
+    divergence: Divergence | None = None,
+) -> RequestRecord:
+    """What a method made of a request, from its steps (nodes, depth, accepted, committed)."""
+    return RequestRecord(
+        workload=workload,
+        request=request,
+        method=method,
+        tokens=list(range(sum(step[3] for step in steps))),
+        finish="length",
+        steps=[[*step, step[2]] for step in steps],
+        lossless=lossless,
+        divergence=divergence,
+    )
+
+
+def timing(
+    method: str,
+    requests: Sequence[str],
+    decode_s: float,
+    *,
+    round: int = 0,
+    workload: str = "code",
+    num_tokens: int = 4,
+    num_forwards: int = 4,
+    shares: tuple[float, float, float] = (0.25, 0.5, 0.25),
+    prefill_s: float = 0.5,
+) -> TimingRecord:
+    """A timed pass whose decode time is split by ``shares`` into draft, forward and bookkeeping."""
+    return TimingRecord(
+        workload=workload,
+        requests=list(requests),
+        method=method,
+        round=round,
+        order=0,
+        num_tokens=num_tokens,
+        num_forwards=num_forwards,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        draft_s=decode_s * shares[0],
+        forward_s=decode_s * shares[1],
+        bookkeeping_s=decode_s * shares[2],
+    )
+
+
+def failure(method: str | None, request: str, reason: str = "out of memory") -> FailureRecord:
+    """A request of the workload code that failed."""
+    return FailureRecord(workload="code", request=request, method=method, reason=reason)
+
+
+def resource(peak_memory_mib: float) -> ResourceRecord:
+    """A worker's use of memory."""
+    return ResourceRecord(peak_memory_mib=peak_memory_mib, num_threads=1, load_average=0.5)
+
+
+def made_run(*records: Record, folder: str = "made", **info: Any) -> Run:
+    """A run in memory, of a fixed fingerprint but for the parts of ``info`` that are given."""
+    run = Run(Path(folder), {**INFO, "shards": ["code-0"], **info})
+    lists: dict[type, list[Any]] = {
+        ReferenceRecord: run.references,
+        RequestRecord: run.requests,
+        TimingRecord: run.timings,
+        FailureRecord: run.failures,
+        ResourceRecord: run.resources,
+    }
+    for record in records:
+        lists[type(record)].append(record)
+    return run
+
+
+def paired(
+    method: str,
+    speed_up: float,
+    *,
+    num_prompts: int = 6,
+    workload: str = "code",
+    lossless: str = "exact",
+    entropy_nats: float = 0.5,
+) -> list[Record]:
+    """References, vanilla and one method on some prompts; on prompt i vanilla takes 4 + i seconds,
+    the method 1 / ``speed_up`` of that."""
+    records: list[Record] = []
+    for i in range(num_prompts):
+        name = f"{workload}-{i}"
+        records += [
+            reference(name, workload=workload, entropy_nats=entropy_nats),
+            output("vanilla", name, *[(0, 0, 0, 1)] * 4, workload=workload),
+            output(method, name, (3, 3, 2, 3), (1, 1, 0, 1), workload=workload, lossless=lossless),
+            timing("vanilla", [name], 4 + i, workload=workload),
+            timing(method, [name], (4 + i) / speed_up, workload=workload, num_forwards=2),
+        ]
+    return records
+
+
+def filed_run(folder: Path, records: Sequence[Record], **info: Any) -> Run:
+    """A run written to its folder and read again."""
+    write_run(folder, {**INFO, "shards": ["code-0"], **info})
+    write_shard(folder, "code-0", records)
+    return read_run(folder)

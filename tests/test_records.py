@@ -1,0 +1,180 @@
+"""Tests of what a run writes and reads back."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbench.records import (
+    Divergence,
+    Record,
+    read_info,
+    read_run,
+    read_shard,
+    shard_path,
+    write_atomically,
+    write_run,
+    write_shard,
+)
+from tests.made_runs import failure, output, reference, resource, timing
+
+DIVERGENCE = Divergence(position=1, expected=7, found=None, gap=None)
+RECORDS: list[Record] = [
+    reference("a", num_tokens=3),
+    output("echo", "a", (2, 2, 1, 2), (0, 0, 0, 1), lossless="broken", divergence=DIVERGENCE),
+    timing("echo", ["a"], 1.5, num_tokens=3),
+    failure(None, "b", "the prompt is too long — by «7»"),
+    resource(123.5),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of two shards, of which one is finished."""
+    write_run(tmp_path, {"shards": ["code-0", "code-1"]})
+    write_shard(tmp_path, "code-0", RECORDS)
+    return tmp_path
+
+
+def edit(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Edits the lines of a shard behind the program's back."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_is_written_is_read_back(folder: Path) -> None:
+    assert read_shard(shard_path(folder, "code-0")) == RECORDS
+
+
+def test_a_run_sorts_its_records_and_lists_the_missing_shards(folder: Path) -> None:
+    run = read_run(folder)
+    found = [*run.references, *run.requests, *run.timings, *run.failures, *run.resources]
+    assert found == RECORDS
+    assert run.missing_shards == ["code-1"]
+
+
+def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "new.json", "begun, then \ud800")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert [path.read_text()] == [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_results_may_be_read_by_everyone(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "open.json", "")
+    assert (tmp_path / "open.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_ends_within_a_record_is_refused(folder: Path) -> None:
+    path = shard_path(folder, "code-0")
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match=r"code-0\.jsonl is not a readable result file"):
+        read_run(folder)
+
+
+def test_a_file_that_ends_between_records_is_refused(folder: Path) -> None:
+    edit(shard_path(folder, "code-0"), lambda lines: lines.__delitem__(-1))
+    with pytest.raises(ValueError, match="holds 4 records, its header says 5"):
+        read_run(folder)
+
+
+def test_an_empty_file_is_refused(folder: Path) -> None:
+    shard_path(folder, "code-0").write_text("")
+    with pytest.raises(ValueError, match="is not a readable result file"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"num_records": 4}, "holds 5 records, its header says 4"),
+        ({"shard": "math-0"}, "holds shard 'math-0'"),
+        ({"schema": 99}, "has schema version 99; this version of specbench reads 1"),
+    ],
+)
+def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], message: str) -> None:
+    edit(shard_path(folder, "code-0"), lambda lines: lines[0].update(header))
+    with pytest.raises(ValueError, match=message):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "guess"}, "no such key or kind: 'guess'"),
+        ({"colour": "red"}, "colour"),
+        ({"steps": [[2, 2, 3, 3, 3]]}, "accepted tokens lie within the offered depth"),
+        ({"steps": [[2, 2, 1]]}, "unpack"),
+        ({"lossless": "perhaps"}, "losslessness is one of exact, tie"),
+        ({"divergence": {"position": 1}}, "missing"),
+    ],
+)
+def test_a_broken_record_is_refused_with_its_line(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
+    edit(shard_path(folder, "code-0"), lambda lines: lines[2].update(fields))
+    with pytest.raises(
+        ValueError, match=f"code-0.jsonl holds a broken record in line 3: .*{message}"
+    ):
+        read_run(folder)
+
+
+def test_a_record_without_a_field_is_refused(folder: Path) -> None:
+    edit(shard_path(folder, "code-0"), lambda lines: lines[1].pop("entropy_nats"))
+    with pytest.raises(ValueError, match=r"broken record in line 2: .*entropy_nats"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (2, 2, 3, 3),  # more accepted than offered
+        (1, 2, 0, 1),  # deeper than there are nodes
+        (2, 2, 1, 3),  # more than one bonus
+        (2, 2, 0, 0),  # nothing committed
+    ],
+)
+def test_steps_that_cannot_be_are_not_recorded(step: tuple[int, int, int, int]) -> None:
+    with pytest.raises(AssertionError):
+        output("echo", "a", step)
+
+
+def test_steps_must_account_for_every_token() -> None:
+    good = output("echo", "a", (2, 2, 1, 2))
+    with pytest.raises(AssertionError, match="steps account for every token"):
+        dataclasses.replace(good, tokens=[*good.tokens, 5])
+
+
+def test_a_time_is_not_negative_and_made_a_token() -> None:
+    with pytest.raises(AssertionError, match="not negative"):
+        timing("echo", ["a"], -1.0)
+    with pytest.raises(AssertionError, match="made a token"):
+        timing("echo", ["a", "b"], 1.0, num_tokens=1)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no readable run"):
+        read_run(tmp_path)
+
+
+def test_a_run_of_another_schema_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, {"schema": 0, "shards": []})
+    with pytest.raises(ValueError, match="has schema version 0"):
+        read_info(tmp_path)
+
+
+def test_a_run_that_lists_no_shards_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, {"settings": {}})
+    with pytest.raises(ValueError, match="lists no shards"):
+        read_info(tmp_path)
