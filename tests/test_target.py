@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from specbench.target import FINAL, KVCache, Resume, Target
 from specbench.target.loading import attention_name
-from specbench.target.model import first_line
+from specbench.target.model import in_one_line
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_target
 
@@ -436,6 +436,7 @@ def test_end_of_sequence_ids_are_those_of_the_generation_config() -> None:
     assert tiny_target().eos_ids == {2}
 
 
-def test_an_error_is_quoted_by_its_first_line() -> None:
-    assert first_line(ValueError("\nno such thing\nmore")) == "no such thing"
-    assert first_line(AssertionError()) == "AssertionError"
+def test_an_error_is_quoted_in_one_line() -> None:
+    assert in_one_line(ValueError("\nno such field:\n  depth.\n")) == "no such field: depth"
+    assert in_one_line(AssertionError()) == "AssertionError"
+    assert len(in_one_line(ValueError("word " * 200))) <= 240

@@ -41,8 +41,8 @@ def grouped_attention(
     groups = heads // kv_heads
     sinks = kwargs.get("s_aux")
     query = query.reshape(batch, kv_heads, groups * num_queries, dim)
-    if attention_mask is not None and groups > 1:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
+    if attention_mask is not None and groups > 1 and num_queries > 1:
+        attention_mask = _tiled(attention_mask, groups)
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling
@@ -61,6 +61,18 @@ def grouped_attention(
         out = weights[..., : key.shape[2]] @ value
     out = out.reshape(batch, heads, num_queries, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tiled(mask_B1NS: torch.Tensor, groups: int) -> torch.Tensor:
+    """The mask once for each query head of a group, [B, 1, G * N, S].
+
+    All layers are given the same mask, so it is kept on the mask itself.
+    """
+    tiled: torch.Tensor | None = getattr(mask_B1NS, "tiled", None)
+    if tiled is None or tiled.shape[2] != groups * mask_B1NS.shape[2]:
+        tiled = mask_B1NS.repeat(1, 1, groups, 1)
+        setattr(mask_B1NS, "tiled", tiled)  # noqa: B010 - tensors take attributes, mypy does not know
+    return tiled
 
 
 AttentionInterface.register(NAME, grouped_attention)

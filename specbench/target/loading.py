@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,11 +26,22 @@ from transformers.models.auto.modeling_auto import (
 
 from specbench.target import attention
 from specbench.target.masks import mask_kinds
-from specbench.target.model import Target, first_line
+from specbench.target.model import Target, in_one_line
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIBI = frozenset({"bloom", "mpt"})
+_VALID = f"valid: {DEFAULT_TARGET}, a Hub name, a folder or a GGUF file"
+# What the loaders of others raise for files that are missing, damaged or unknown to them.
+_FAILURES = (
+    OSError,
+    ValueError,
+    LookupError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _RECURRENT = ("linear", "conv", "hybrid", "mamba", "recurrent")
 _DEFAULT_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -93,9 +106,9 @@ def load_target(
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
         tokenizer = load_tokenizer(folder)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot load target {source!r}: {first_line(error)}") from error
-    if num_devices == 1:
+    except _FAILURES as error:
+        raise ValueError(f"cannot load target {source!r}: {in_one_line(error)}") from error
+    if num_devices <= 1:
         model = model.to(device)  # type: ignore[arg-type]
     elif any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"target {source!r} does not fit into the memory of {num_devices} devices")
@@ -118,15 +131,17 @@ def resolve(source: str) -> str:
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ValueError(f"no GGUF file {source!r}")
+            raise ValueError(f"no GGUF file {source!r}; {_VALID}")
         stat = path.stat()
         return str(_convert_gguf(path, f"{path.stem}-{stat.st_size}-{stat.st_mtime_ns}"))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"folder {source!r} holds no model: it has no config.json")
+            raise ValueError(
+                f"folder {source!r} has no config.json, so it holds no model; {_VALID}"
+            )
         return str(path)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise ValueError(f"no model folder {source!r}")
+        raise ValueError(f"no model folder {source!r}; {_VALID}")
     return source
 
 
@@ -148,11 +163,8 @@ def refuse_unsupported(folder: str | Path, name: str, **options: Any) -> PreTrai
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, **options
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(
-            f"cannot load target {name!r}: {first_line(error)}; "
-            f"valid: {DEFAULT_TARGET}, a Hub name, a folder or a GGUF file"
-        ) from error
+    except _FAILURES as error:
+        raise ValueError(f"cannot load target {name!r}: {in_one_line(error)}; {_VALID}") from error
     reason = _why_unsupported(config)
     if reason:
         raise ValueError(f"target {name!r} ({config.model_type}) {reason}")
@@ -168,8 +180,7 @@ def _why_unsupported(config: PreTrainedConfig) -> str | None:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "is not a causal language model that transformers knows; valid: decoder-only models"
     text = config.get_text_config(decoder=True)
-    alibi = getattr(text, "alibi", False)
-    if kind in _ALIBI or alibi:
+    if kind in _ALIBI or getattr(text, "alibi", False):
         return "uses ALiBi, a bias by cache slot: siblings of a token tree would be misplaced"
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return "has local attention by cache slot: a token tree would be given the wrong window"
@@ -230,8 +241,8 @@ def _convert_gguf(path: Path, name: str) -> Path:
         except OSError:
             if not (folder / "config.json").is_file():
                 raise
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot convert {path.name}: {first_line(error)}") from error
+    except _FAILURES as error:
+        raise ValueError(f"cannot convert {path.name}: {in_one_line(error)}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder

@@ -8,6 +8,7 @@ vocabulary, h hidden.
 """
 
 import hashlib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -251,7 +252,7 @@ class Target:
             if isinstance(gates.logits_at, slice):
                 picked = hidden_BNh[:, gates.logits_at]
             else:
-                index = gates.logits_at.to(hidden_BNh.device)[..., None].expand(
+                index = gates.logits_at.to(hidden_BNh.device, non_blocking=True)[..., None].expand(
                     -1, -1, hidden_BNh.shape[-1]
                 )
                 picked = hidden_BNh.gather(1, index)
@@ -287,7 +288,7 @@ class Target:
         ) as error:
             raise ValueError(
                 f"{self.name}: {kind} cannot be run over a token tree with a cache "
-                f"({first_line(error)}); valid: decoder-only models with full or sliding attention"
+                f"({in_one_line(error)}); valid: decoder-only models with full or sliding attention"
             ) from error
         difference = (out.logits_BMV[0, [0, 2, 3]].float() - own).abs().max().item()
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
@@ -319,9 +320,10 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int, name: str) -> list[
     raise ValueError(f"{name}: no list of {num_layers} decoder layers in {type(model).__name__}")
 
 
-def first_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """What a message quotes of another's error."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    text = textwrap.shorten(str(error), 240, placeholder=" ...").rstrip(".: ")
+    return text or type(error).__name__
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
