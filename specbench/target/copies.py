@@ -1,6 +1,7 @@
 """Copies of a target, to draft for it: with 8-bit linear layers, or with only some layers."""
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from transformers.initialization import no_init_weights
 
 from specbench.target import packing
 from specbench.target.model import Target
-from specbench.target.packing import Product, dense_state
+from specbench.target.packing import Product
 
 # Without VNNI the 8-bit kernels add pairs of products in 16 bits, which overflow at full range.
 _REDUCE_RANGE = not torch.cpu.get_capabilities().get("avx512_vnni", False)
@@ -71,8 +72,7 @@ def int8_copy(target: Target) -> Target:
             "the int8 copy of the target needs a CPU; on a GPU give a draft model, or `layers` for "
             "some of the target's layers"
         )
-    model = _plain_copy(target, range(target.num_layers), torch.float32)
-    num_bytes = sum(p.numel() * p.element_size() for p in model.get_input_embeddings().parameters())
+    model = _plain_copy(target, range(target.num_layers))
     try:
         packing.pack(model, Int8Product)
     except RuntimeError as error:
@@ -80,9 +80,12 @@ def int8_copy(target: Target) -> Target:
     products = {
         module.product for module in model.modules() if isinstance(module, packing.PackedLinear)
     }
-    num_bytes += sum(product.num_bytes for product in products if isinstance(product, Int8Product))
-    drafter = Target(model, target.tokenizer, name=f"int8 copy of {target.name}", pack=False)
-    drafter.num_weight_bytes = num_bytes
+    num_bytes = sum(product.num_bytes for product in products if isinstance(product, Int8Product))
+    drafter = Target(
+        model.float(), target.tokenizer, name=f"int8 copy of {target.name}", pack=False
+    )
+    drafter.num_weight_bytes += num_bytes
+    drafter.num_parameters = target.num_parameters
     return drafter
 
 
@@ -96,12 +99,12 @@ def layers_copy(target: Target, num_layers: int) -> Target:
         raise ValueError(f"layers {num_layers} is out of range; valid: 1..{target.num_layers}")
     last = target.num_layers - 1
     kept = sorted({round(i * last / max(1, num_layers - 1)) for i in range(num_layers)})
-    model = _plain_copy(target, kept, target.dtype)
+    model = _plain_copy(target, kept)
     nn.Module.to(model, target.device)
     return Target(model, target.tokenizer, name=f"{num_layers} layers of {target.name}")
 
 
-def _plain_copy(target: Target, layers: Sequence[int], dtype: torch.dtype) -> PreTrainedModel:
+def _plain_copy(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     """An unwrapped model with the same weights and the given layers."""
     config = copy.deepcopy(target.model.config)
     text = config.get_text_config(decoder=True)
@@ -110,16 +113,14 @@ def _plain_copy(target: Target, layers: Sequence[int], dtype: torch.dtype) -> Pr
     if types:
         text.layer_types = [types[layer] for layer in layers]
     with no_init_weights():
-        model: PreTrainedModel = type(target.model)(config).to(dtype)
-    names = {id(module): name for name, module in target.model.named_modules()}
-    stack = names[id(target.layers[0])].removesuffix(".0")
-    state = {}
-    for key, value in dense_state(target.model).items():
-        if key.startswith(f"{stack}."):
-            layer, _, rest = key.removeprefix(f"{stack}.").partition(".")
-            if int(layer) not in layers:
-                continue
-            key = f"{stack}.{layers.index(int(layer))}.{rest}"
-        state[key] = value.to("cpu", dtype)
-    model.load_state_dict(state)
+        model: PreTrainedModel = type(target.model)._from_config(config, dtype=target.dtype)
+    modules = dict(target.model.named_modules())
+    stack = next(name for name, module in modules.items() if module is target.layers[0])
+    stack = stack.removesuffix("0")
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.startswith(stack):
+            layer, _, rest = name.removeprefix(stack).partition(".")
+            name = f"{stack}{layers[int(layer)]}.{rest}"
+        owner, _, attribute = name.rpartition(".")
+        value.data.copy_(getattr(modules[owner], attribute))
     return model

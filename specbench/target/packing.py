@@ -170,15 +170,3 @@ def pack(model: nn.Module, make: type[Product] = PackedProduct) -> int:
                 setattr(parent, name, PackedLinear(make(child.weight, child.bias)))
                 count += 1
     return count
-
-
-def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's state dict with the weights of packed layers as plain tensors, under their own
-    names."""
-    state: dict[str, torch.Tensor] = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            state[f"{name}.weight"] = module.weight
-            if module.bias is not None:
-                state[f"{name}.bias"] = module.bias
-    return state
