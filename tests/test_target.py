@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from specbench.target import FINAL, KVCache, Resume, Target
 from specbench.target.loading import attention_name
+from specbench.target.masks import tree_mask
 from specbench.target.model import in_one_line
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_target
@@ -307,6 +308,15 @@ def test_resuming_at_a_layer_gives_the_same_logits_and_cache(pair: Pair, layer: 
         assert torch.equal(cache.values[index], whole_cache.values[index])
 
 
+def test_a_node_sees_its_prefix_and_ancestors_and_a_padding_node_itself_alone() -> None:
+    trees = [Tree.chain(0), Tree.of((-1, 0, 0))]
+    mask = tree_mask([2, 4], trees, [0, 0], 3, 7, torch.float32)
+    seen = [[node.nonzero().flatten().tolist() for node in row[0]] for row in mask == 0]
+    assert seen[0] == [[0, 1, 2], [3], [4]]
+    assert seen[1] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
+    assert set(mask.unique().tolist()) == {0.0, torch.finfo(torch.float32).min}
+
+
 def test_a_tap_of_a_layer_that_a_resumed_forward_does_not_run_is_an_error() -> None:
     target = pair_of("llama").target
     cache = filled_cache(target, PROMPTS[:1])
@@ -340,6 +350,17 @@ def test_a_cropped_row_goes_on_from_where_it_was_cropped() -> None:
     cache = filled_cache(pair.target, PROMPTS[:1])
     cache.crop(0, 6)
     assert_rows_score_like_branches(pair, cache, [PROMPTS[0][:6]], [TREES[0]], seed=0)
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, kind in FAMILIES.items() if "sliding_window" in kind]
+)
+def test_a_window_counts_depths_and_not_slots(family: str) -> None:
+    pair, prompts = pair_of(family), [PROMPTS[0], PROMPTS[1]]
+    deep = Tree.of((-1, 0, 0, 2, 3, 4, 5, 6, 7, 1))
+    assert deep.depth > WINDOW
+    cache = filled_cache(pair.target, prompts)
+    assert_rows_score_like_branches(pair, cache, prompts, [deep, Tree.chain(8)], seed=0)
 
 
 def test_one_row_of_the_cache_can_be_run_alone() -> None:
