@@ -153,6 +153,7 @@ class Worker:
                 "num_weight_bytes": target.num_weight_bytes,
                 "packed": target.packed,
                 "weights_sha256": target.fingerprint,
+                "note": target.note,
             },
             "methods": {
                 name: method.describe() | {"lossy": method.typical is not None}

@@ -112,7 +112,11 @@ def load_target(
         model = model.to(device)  # type: ignore[arg-type]
     elif any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"target {source!r} does not fit into the memory of {num_devices} devices")
-    return Target(model, tokenizer, name=source, pack=pack)
+    target = Target(model, tokenizer, name=source, pack=pack)
+    if source == DEFAULT_TARGET or source.endswith(".gguf"):
+        gguf = _DEFAULT_GGUF if source == DEFAULT_TARGET else Path(source).name
+        target.note = f"weights de-quantised from {gguf}, not those of a Hub release"
+    return target
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

@@ -84,6 +84,7 @@ class Target:
         pack: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.note = ""
         self.config = model.config.get_text_config(decoder=True)
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
