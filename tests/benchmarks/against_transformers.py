@@ -52,7 +52,7 @@ def main() -> None:
     vanilla = _method(target, "vanilla")
     prompts = _prompts(target, BASELINE_WORKLOADS, options.prompts // len(BASELINE_WORKLOADS))
     contest: dict[str, Contestant] = {
-        "generate": partial(_generate, model, num_tokens=options.tokens),
+        "generate": partial(generate, model, num_tokens=options.tokens),
         "vanilla": partial(_decode, target, vanilla, num_tokens=options.tokens),
     }
     _report("generate", contest, prompts)
@@ -61,7 +61,7 @@ def main() -> None:
         ngram = _method(target, "ngram")
         contest = {
             f"prompt lookup {lookup}/{size}": partial(
-                _generate, model, num_tokens=options.tokens, lookup=lookup, ngram=size
+                generate, model, num_tokens=options.tokens, lookup=lookup, ngram=size
             )
             for lookup in LOOKUP_TOKENS
             for size in LOOKUP_NGRAMS
@@ -94,13 +94,14 @@ def _decode(target: Target, method: Method, prompt: tuple[int, ...], num_tokens:
     return decoder.run([Request(id="x", prompt=prompt, max_new_tokens=num_tokens)])[0].output
 
 
-def _generate(
+def generate(
     model: transformers.PreTrainedModel,
     prompt: tuple[int, ...],
     num_tokens: int,
     lookup: int | None = None,
     ngram: int | None = None,
 ) -> list[int]:
+    """The output of transformers' greedy generate, with prompt lookup if ``lookup`` is given."""
     ids = torch.tensor([prompt])
     options = {"prompt_lookup_num_tokens": lookup, "max_matching_ngram_size": ngram}
     with torch.inference_mode():
