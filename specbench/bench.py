@@ -1,21 +1,18 @@
 """Measures one shard: a reference pass for each request, then rotated timed passes of all methods.
 The only clock.
 
-A worker holds the target and all the methods, so everything that is compared runs in one process
-on one device.
+Everything that is compared runs in one process, on one device, in turns.
 """
 
-import hashlib
-import os
-import resource
+import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from specbench import lossless, registry
+from specbench import lossless
 from specbench.config import BASELINE, RunConfig
 from specbench.decode import Decoder
 from specbench.depth import Fixed
@@ -25,34 +22,18 @@ from specbench.records import (
     Record,
     ReferenceRecord,
     RequestRecord,
-    ResourceRecord,
     TimingRecord,
 )
 from specbench.sampling import Sampling, request_key
-from specbench.target import load_target
-from specbench.workloads import (
-    Prompt,
-    Workload,
-    build_prompt,
-    is_looping,
-    load_workload,
-    template_sha256,
-)
+from specbench.shards import Shard, request_ids
+from specbench.target import Target
+from specbench.target.model import in_one_line
+from specbench.workloads import Prompt, Workload, build_prompt, is_looping
 
 _WARM_UP = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy cat."
 )
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A block of a workload's prompts, by their places in it; the unit of work, of retries and of
-    result files."""
-
-    id: str
-    workload: str
-    first: int
-    last: int
+_WARM_UP_TOKENS = 8
 
 
 class Stopwatch:
@@ -101,88 +82,73 @@ class _Job:
     reference: list[int]
 
 
-class Worker:
-    """Loads the target and the methods once, then measures shards.
+@dataclass
+class _Measured:
+    """What one method made of a batch: its outputs and times, or why requests failed."""
+
+    outputs: dict[str, RequestRecord] = field(default_factory=dict)
+    timings: list[TimingRecord] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+    """Why a pass over the whole batch failed; then no time of it counts."""
+
+    def records(self, workload: str, method: str) -> Iterator[Record]:
+        """All of it, as it is filed: a request that failed has no number."""
+        yield from (out for name, out in self.outputs.items() if name not in self.failures)
+        if not self.error and not self.failures:
+            yield from self.timings
+        for request, reason in self.failures.items():
+            yield FailureRecord(workload=workload, request=request, method=method, reason=reason)
+
+
+class Bench:
+    """Measures shards on what a worker has loaded.
 
     Args:
         config: the run's settings.
-        num_threads: threads of this process; None leaves them alone.
-
-    Raises:
-        ValueError: the target or a method cannot be loaded.
+        target: the target.
+        methods: by name, the baseline first.
     """
 
-    def __init__(self, config: RunConfig, num_threads: int | None = None) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self.config = config
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.target = load_target(
-            config.target, dtype=config.dtype, device=device, num_devices=config.gpus_per_worker
-        )
-        self.methods = {name: self._load(name) for name in config.methods}
-        self._workloads: dict[str, Workload] = {}
-        self._warm_up()
+    def __init__(self, config: RunConfig, target: Target, methods: Mapping[str, Method]) -> None:
+        self.config, self.target, self.methods = config, target, methods
 
-    def _load(self, name: str) -> Method:
-        cls = registry.load_method(name)
-        return cls(self.target, self.config.method_config(name, cls))
-
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
+        """Decodes a little with every method, greedily and not, in batches as large as its."""
         prompt = self._prompt_ids([_WARM_UP], [])
+        requests = [
+            Request(id=f"warm-up-{row}", prompt=prompt, max_new_tokens=_WARM_UP_TOKENS)
+            for row in range(min(self.config.batch_size, self.config.prompts or 1))
+        ]
         for name in self.methods:
-            request = Request(id="warm-up", prompt=prompt, max_new_tokens=8)
             for sampling in (Sampling(), Sampling(temperature=1.0, rule=self.config.sampling)):
-                self._decode(name, [request], sampling)
+                # A method that cannot decode fails on its prompts, where it is recorded.
+                with contextlib.suppress(Exception):
+                    self._decode(name, requests, sampling)
 
     def _prompt_ids(
         self, turns: Sequence[str], answers: Sequence[str], instruction: str = "{prompt}"
     ) -> tuple[int, ...]:
-        if self.target.tokenizer is None:
-            raise ValueError(f"target {self.target.name!r} has no tokenizer")
+        assert self.target.tokenizer is not None
         return build_prompt(self.target.tokenizer, turns, answers, instruction)
 
-    def describe(self) -> dict[str, Any]:
-        """What is measured and on what, for the provenance."""
-        target = self.target
-        return {
-            "target": {
-                "name": target.name,
-                "dtype": str(target.dtype).removeprefix("torch."),
-                "num_parameters": target.num_parameters,
-                "num_weight_bytes": target.num_weight_bytes,
-                "packed": target.packed,
-                "weights_sha256": target.fingerprint,
-                "note": target.note,
-            },
-            "methods": {
-                name: method.describe() | {"lossy": method.typical is not None}
-                for name, method in self.methods.items()
-            },
-            "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
-            "threads_per_worker": torch.get_num_threads(),
-            "template_sha256": template_sha256(target.tokenizer) if target.tokenizer else None,
-        }
+    def measure(self, shard: Shard) -> list[Record]:
+        """The records of a shard's prompts. A request that fails becomes a failure record and
+        nothing else.
 
-    def run(self, shard: Shard) -> list[Record]:
-        """All records of a shard. A request that fails becomes a failure record and nothing
-        else."""
-        workload = self._workload(shard.workload)
+        Raises:
+            torch.AcceleratorError: the device can no longer be used.
+        """
+        workload = shard.workload
         sampling = self.config.sampling_for(workload.decoding)
         records: list[Record] = []
         jobs: list[_Job] = []
-        for prompt in workload.prompts[shard.first : shard.last]:
+        for prompt in workload.prompts:
             self._refer(workload, prompt, sampling, records, jobs)
         size = self.config.batch_size
         for begin in range(0, len(jobs), size):
-            self._measure(workload.name, jobs[begin : begin + size], sampling, records)
-        records.append(self._resources())
+            records += self._measure(workload.name, jobs[begin : begin + size], sampling)
         return records
-
-    def _workload(self, name: str) -> Workload:
-        if name not in self._workloads:
-            self._workloads[name] = load_workload(name, self.config.prompts)
-        return self._workloads[name]
 
     def _refer(
         self,
@@ -195,8 +161,8 @@ class Worker:
         """Decodes a prompt's turns by the baseline, untimed; later turns see the reference's
         answers."""
         answers: list[str] = []
-        for turn in range(len(prompt.turns)):
-            request_id = prompt.id if turn == 0 else f"{prompt.id}/{turn + 1}"
+        ids = list(request_ids(prompt))
+        for turn, request_id in enumerate(ids):
             try:
                 request = Request(
                     id=request_id,
@@ -210,16 +176,8 @@ class Worker:
                 row = self._decode(BASELINE, [request], sampling).rows[0]
                 record = self._reference_record(workload, row, sampling)
             except Exception as error:
-                reason = _reason(error)
-                records += [
-                    FailureRecord(
-                        workload=workload.name,
-                        request=prompt.id if late == 0 else f"{prompt.id}/{late + 1}",
-                        method=None,
-                        reason=reason if late == turn else f"turn {turn + 1} failed",
-                    )
-                    for late in range(turn, len(prompt.turns))
-                ]
+                reasons = [in_words(error)] + [f"turn {turn + 1} failed"] * (len(ids) - turn - 1)
+                records += failures(workload.name, ids[turn:], reasons)
                 return
             answers.append(record.text)
             records.append(record)
@@ -238,7 +196,8 @@ class Worker:
             tokens=output,
             finish=row.finish or "",
             text=self._text(row),
-            entropy_nats=lossless.mean_entropy(logits_TV),
+            # The last digits of a sum depend on how many threads it was cut up for.
+            entropy_nats=round(lossless.mean_entropy(logits_TV), 4),
             looping=is_looping(output),
             decoding={
                 **asdict(sampling),
@@ -274,57 +233,69 @@ class Worker:
             num_forwards += 1
         return _Pass(rows, watch.seconds(), num_forwards)
 
-    def _measure(
-        self, workload: str, jobs: Sequence[_Job], sampling: Sampling, records: list[Record]
-    ) -> None:
+    def _measure(self, workload: str, jobs: Sequence[_Job], sampling: Sampling) -> list[Record]:
         """Every method decodes the batch once in each round, in an order that rotates."""
         names = list(self.methods)
-        failed: set[str] = set()
+        measured = {name: _Measured() for name in names}
         for round_ in range(self.config.rounds):
             turn = round_ % len(names)
             for order, name in enumerate(names[turn:] + names[:turn]):
-                if name in failed:
+                so_far = measured[name]
+                if so_far.error:
                     continue
                 try:
                     done = self._decode(name, [job.request for job in jobs], sampling)
-                except Exception:
-                    failed.add(name)
-                    self._find_failures(workload, jobs, name, sampling, records)
-                    continue
-                if round_ == 0:
-                    for job, row in zip(jobs, done.rows, strict=True):
-                        records.append(self._request_record(workload, name, job, row, sampling))
-                records.append(_timing(workload, name, done, round_, order))
+                    self._take(workload, name, jobs, done, sampling, so_far)
+                except Exception as error:
+                    so_far.error = in_words(error)
+                else:
+                    so_far.timings.append(_timing(workload, name, done, round_, order))
+        for name, so_far in measured.items():
+            if so_far.error:
+                self._find_failures(workload, name, jobs, sampling, so_far)
+        return [
+            record for name, so_far in measured.items() for record in so_far.records(workload, name)
+        ]
+
+    def _take(
+        self,
+        workload: str,
+        name: str,
+        jobs: Sequence[_Job],
+        done: _Pass,
+        sampling: Sampling,
+        so_far: _Measured,
+    ) -> None:
+        """Keeps the outputs of a method's first round, and holds those of later rounds against
+        them."""
+        for job, row in zip(jobs, done.rows, strict=True):
+            first = so_far.outputs.get(job.request.id)
+            if first is None:
+                record = self._request_record(workload, name, job, row, sampling)
+                so_far.outputs[job.request.id] = record
+            elif first.tokens != row.output:
+                so_far.failures[job.request.id] = "its output changed from one round to another"
 
     def _find_failures(
         self,
         workload: str,
-        jobs: Sequence[_Job],
         name: str,
+        jobs: Sequence[_Job],
         sampling: Sampling,
-        records: list[Record],
+        so_far: _Measured,
     ) -> None:
         """After a batch failed: decodes its requests one by one; those that work are kept,
-        untimed."""
-        done = {
-            record.request
-            for record in records
-            if isinstance(record, RequestRecord) and record.method == name
-        }
-        for job in jobs:
+        untimed. If all of them do, they failed together."""
+        so_far.outputs.clear()
+        for job in jobs if len(jobs) > 1 else ():
             try:
                 row = self._decode(name, [job.request], sampling).rows[0]
-                if job.request.id not in done:
-                    records.append(self._request_record(workload, name, job, row, sampling))
+                record = self._request_record(workload, name, job, row, sampling)
+                so_far.outputs[job.request.id] = record
             except Exception as error:
-                records.append(
-                    FailureRecord(
-                        workload=workload,
-                        request=job.request.id,
-                        method=name,
-                        reason=_reason(error),
-                    )
-                )
+                so_far.failures[job.request.id] = in_words(error)
+        if not so_far.failures:
+            so_far.failures |= {job.request.id: str(so_far.error) for job in jobs}
 
     def _request_record(
         self, workload: str, name: str, job: _Job, row: Row, sampling: Sampling
@@ -348,16 +319,13 @@ class Worker:
             divergence=divergence,
         )
 
-    def _resources(self) -> ResourceRecord:
-        if self.target.device.type == "cuda":
-            peak_mib = torch.cuda.max_memory_allocated() / 2**20
-        else:
-            peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        return ResourceRecord(
-            peak_memory_mib=round(peak_mib, 1),
-            num_threads=torch.get_num_threads(),
-            load_average=os.getloadavg()[0],
-        )
+
+def failures(workload: str, requests: Sequence[str], reasons: Sequence[str]) -> list[Record]:
+    """The records of requests that failed before any method had its turn."""
+    return [
+        FailureRecord(workload=workload, request=request, method=None, reason=reason)
+        for request, reason in zip(requests, reasons, strict=True)
+    ]
 
 
 def _timing(workload: str, name: str, done: _Pass, round_: int, order: int) -> TimingRecord:
@@ -379,18 +347,14 @@ def _timing(workload: str, name: str, done: _Pass, round_: int, order: int) -> T
     )
 
 
-def _reason(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
+def in_words(error: Exception) -> str:
+    """Why a request failed, in one line.
+
+    Raises:
+        torch.AcceleratorError: that very error: after it the process can do nothing more on its
+        device, so it is the worker that failed.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        raise error
+    text = in_one_line(error)
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-def plan_shards(workload: str, num_prompts: int, batch_size: int) -> list[Shard]:
-    """Cuts a workload into blocks of prompts; the same whatever the number of workers."""
-    size = max(4, batch_size)
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in workload)
-    tag = hashlib.sha256(workload.encode()).hexdigest()[:8]
-    stem = name if name == workload else f"{name}-{tag}"
-    return [
-        Shard(f"{stem}-{first:05d}", workload, first, min(first + size, num_prompts))
-        for first in range(0, num_prompts, size)
-    ]

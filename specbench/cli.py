@@ -1,17 +1,25 @@
 """The command line: parse, call, exit code; no logic."""
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from specbench.plan import Plan
+    from specbench.records import Run
+
 EXIT_DONE, EXIT_FAILURES, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-_RESUMABLE = {"resume", "no_ray", "workers", "command", "knobs"}
+_NO_SETTINGS = {"command", "out", "resume", "no_ray"}
+_RESUMABLE = {"command", "resume", "no_ray", "workers", "knobs"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,13 +81,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         command = {"run": _run, "report": _report, "methods": _methods, "workloads": _workloads}
         return command[arguments.command](arguments)
-    except ValueError as error:
-        print(f"specbench: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Who reads the output has seen enough; nothing more is to be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except (ValueError, OSError) as error:
+        print(f"specbench: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("specbench: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; valid: names with commas")
+    return names
 
 
 def _knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -94,53 +112,72 @@ def _knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from specbench import cluster
+    from specbench import cluster, plan
+
+    with _terminable():
+        todo = _plan(arguments)
+        try:
+            run = cluster.run(todo, use_ray=not arguments.no_ray)
+        except KeyboardInterrupt:
+            print(
+                f"specbench: interrupted; {plan.what_is_kept(todo.folder)}",
+                file=sys.stderr,
+            )
+            return EXIT_INTERRUPTED
+    if not run.references:
+        raise ValueError(
+            f"no prompt could be decoded, {run.folder} says why; the first: "
+            f"{run.failures[0].reason}"
+        )
+    _print_report([run])
+    return EXIT_FAILURES if run.failures else EXIT_DONE
+
+
+def _plan(arguments: argparse.Namespace) -> "Plan":
+    """The run that is asked for, new or resumed."""
+    from specbench import plan
     from specbench.config import RunConfig
 
-    given = vars(arguments)
-    settings = {k: v for k, v in given.items() if k not in {"command", "out", "resume", "no_ray"}}
-    settings["knobs"] = _knobs(arguments.knobs)
-    resume = given.get("resume")
-    if resume is not None:
-        extra = set(given) - _RESUMABLE
-        if extra or settings["knobs"]:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(extra or {"set"}))
-            raise ValueError(f"--resume takes a run's own settings; remove {names}")
-        config, folder = cluster.load_config(resume, given.get("workers")), resume
-    else:
-        config = RunConfig(**settings)
+    given, knobs = vars(arguments), _knobs(arguments.knobs)
+    settings = {k: v for k, v in given.items() if k not in _NO_SETTINGS} | {"knobs": knobs}
+    if "resume" not in given:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        folder = given.get("out") or Path("runs") / stamp
+        return plan.new(RunConfig(**settings), given.get("out", Path("runs") / stamp))
+    extra = (set(given) - _RESUMABLE) | ({"set"} if knobs else set())
+    if extra:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(extra))
+        raise ValueError(
+            f"--resume goes on with the run's own settings; remove {names}; "
+            "valid beside it: --workers, --no-ray"
+        )
+    return plan.resume(given["resume"], given.get("workers"))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        outcome = cluster.run(
-            config, folder, resume=resume is not None, use_ray=not arguments.no_ray
-        )
-    except KeyboardInterrupt:
-        print(
-            f"specbench: interrupted; what is finished is kept, "
-            f"go on with `specbench run --resume {folder}`",
-            file=sys.stderr,
-        )
-        return EXIT_INTERRUPTED
-    _print_report([folder])
-    return EXIT_FAILURES if outcome.num_failures else EXIT_DONE
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _print_report(folders: Sequence[Path]) -> None:
+def _print_report(runs: "Sequence[Run]") -> None:
     from specbench import report
-    from specbench.records import read_run
 
-    report.print_report([read_run(folder) for folder in folders], Console())
+    report.print_report(runs, Console())
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from specbench import report
     from specbench.records import read_run
 
+    runs = [read_run(folder) for folder in arguments.folders]
     if arguments.format == "rich":
-        _print_report(arguments.folders)
+        _print_report(runs)
     else:
-        print(report.render([read_run(folder) for folder in arguments.folders], arguments.format))
+        print(report.render(runs, arguments.format), flush=True)
     return EXIT_DONE
 
 

@@ -1,358 +1,339 @@
-"""Runs shards: in this process, or on Ray with one actor per device; retries, resumes, and files
-what is finished."""
+"""Runs shards: in this process, or on Ray with one actor per device; replaces actors that die.
+
+Records come back to the driver, which files them, so nodes need no common file system. Only what is
+named by a path must lie at that path on every node: a local target, a drafter's folder, trained
+weights. Prompts travel with their shards.
+"""
 
 import contextlib
 import logging
 import os
-from collections import deque
+import signal
+import textwrap
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from specbench import provenance
-from specbench.bench import Shard, Worker, plan_shards
 from specbench.config import RunConfig
+from specbench.layout import Layout, Node, most_threads, plan_layout, too_many_gpus
+from specbench.plan import MAX_ATTEMPTS, Plan
 from specbench.progress import Progress
-from specbench.records import (
-    FailureRecord,
-    Record,
-    read_info,
-    read_shard,
-    shard_path,
-    write_run,
-    write_shard,
-)
-from specbench.target.loading import refuse_unsupported, resolve
-from specbench.workloads import Workload, load_workload
+from specbench.records import Record, Run, read_run
+from specbench.shards import Shard
+from specbench.target.model import in_one_line
+from specbench.worker import Worker
 
-MAX_ATTEMPTS = 3
-"""Times that a shard is started before its prompts are recorded as failed."""
+_PATIENCE_S = 60.0
+"""How long to wait for a worker without a word."""
+_OBJECT_STORE_BYTES = 128 * 2**20
+"""Only prompts and records go through it; Ray's default is a third of the memory."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to."""
+def run(plan: Plan, *, use_ray: bool = True) -> Run:
+    """Measures what is left of a run.
 
-    folder: Path
-    num_shards: int
-    num_failures: int
-
-
-@dataclass
-class _Plan:
-    """The shards of a run that are left to do, and how often each was tried."""
-
-    folder: Path
-    pending: deque[Shard]
-    workloads: dict[str, Workload]
-    num_done: int
-    attempts: dict[str, int] = field(default_factory=dict)
-
-    def finish(self, shard: Shard, records: list[Record]) -> None:
-        """Files a shard's records."""
-        write_shard(self.folder, shard.id, records)
-        self.num_done += 1
-
-    def retry(self, shard: Shard, reason: str) -> bool:
-        """Puts a shard back, or records its prompts as failed after the last attempt.
-
-        Returns:
-            Whether it is tried again.
-        """
-        self.attempts[shard.id] = self.attempts.get(shard.id, 0) + 1
-        if self.attempts[shard.id] < MAX_ATTEMPTS:
-            self.pending.append(shard)
-            return True
-        prompts = self.workloads[shard.workload].prompts[shard.first : shard.last]
-        self.finish(
-            shard,
-            [
-                FailureRecord(
-                    workload=self.workloads[shard.workload].name,
-                    request=prompt.id,
-                    method=None,
-                    reason=f"given up after {MAX_ATTEMPTS} attempts: {reason}",
-                )
-                for prompt in prompts
-            ],
-        )
-        return False
-
-
-def run(config: RunConfig, folder: Path, *, resume: bool = False, use_ray: bool = True) -> Outcome:
-    """Measures what a config says and files it in a folder; with ``resume`` only what is still
-    missing there.
+    Returns:
+        The run as filed.
 
     Raises:
-        ValueError: bad settings or input, found before anything is measured; or a folder that
-        cannot be used.
+        ValueError: what the workers found wrong with the settings, or a folder that cannot be
+        written.
     """
-    refuse_unsupported(resolve(config.target), config.target)
-    workloads = {name: load_workload(name, config.prompts) for name in config.workloads}
-    shards = [
-        shard
-        for name, workload in workloads.items()
-        for shard in plan_shards(name, len(workload.prompts), config.batch_size)
-    ]
-    if not resume and (folder / "run.json").exists():
-        raise ValueError(
-            f"{folder} already holds a run; go on with `specbench run --resume {folder}` "
-            "or choose another --out"
-        )
-    open_shards = [shard for shard in shards if not _is_done(folder, shard)]
-    plan = _Plan(folder, deque(open_shards), workloads, len(shards) - len(open_shards))
     if plan.pending:
-        execute = _run_on_ray if use_ray else _run_here
-        execute(config, plan, len(shards))
-    failures = 0
-    for shard in shards:
-        records = read_shard(shard_path(folder, shard.id))
-        failures += sum(isinstance(record, FailureRecord) for record in records)
-    return Outcome(folder, len(shards), failures)
+        with Progress(len(plan.shards), plan.num_done) as progress:
+            (_run_on_ray if use_ray else _run_here)(plan, progress)
+    return read_run(plan.folder)
 
 
-def load_config(folder: Path, workers: int | None = None) -> RunConfig:
-    """The settings of a run that is to go on.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
-    settings = read_info(folder)["settings"]
-    return RunConfig.from_dict(settings | ({"workers": workers} if workers else {}))
-
-
-def _is_done(folder: Path, shard: Shard) -> bool:
-    path = shard_path(folder, shard.id)
-    if not path.is_file():
-        return False
-    read_shard(path)
-    return True
-
-
-def _file_info(config: RunConfig, plan: _Plan, described: dict[str, Any], workers: int) -> None:
-    """Files the run's settings and provenance, or holds them against those of the run that goes
-    on."""
-    if (plan.folder / "run.json").is_file():
-        before = read_info(plan.folder)
-        for key in ("target", "methods"):
-            if before[key] != described[key]:
-                raise ValueError(
-                    f"{plan.folder} cannot go on: its {key} differ from what is loaded now; "
-                    "start a new run"
-                )
-        return
-    shards = [
-        shard.id
-        for name, workload in plan.workloads.items()
-        for shard in plan_shards(name, len(workload.prompts), config.batch_size)
-    ]
-    write_run(
-        plan.folder,
-        {
-            "settings": config.to_dict(),
-            "provenance": provenance.collect()
-            | {
-                "device": described["device"],
-                "dtype": described["target"]["dtype"],
-                "threads_per_worker": described["threads_per_worker"],
-                "workers": workers,
-                "weights_sha256": described["target"]["weights_sha256"],
-                "template_sha256": described["template_sha256"],
-            },
-            "target": described["target"],
-            "methods": described["methods"],
-            "workloads": {
-                workload.name: provenance.describe_workload(workload)
-                for workload in plan.workloads.values()
-            },
-            "shards": shards,
-        },
-    )
-
-
-def _run_here(config: RunConfig, plan: _Plan, num_shards: int) -> None:
+def _run_here(plan: Plan, progress: Progress) -> None:
     """All shards, one after the other, in this process."""
-    with Progress(num_shards, plan.num_done) as progress:
-        progress.say("loading the target and the methods")
-        worker = Worker(config, psutil.cpu_count(logical=False) or 1)
-        _file_info(config, plan, worker.describe(), 1)
-        while plan.pending:
-            shard = plan.pending.popleft()
-            progress.start(shard.id)
-            try:
-                records = worker.run(shard)
-            except Exception as error:
-                if plan.retry(shard, f"{type(error).__name__}: {error}"):
-                    continue
-            else:
-                plan.finish(shard, records)
-            progress.finish(shard.id)
+    num_gpus = torch.cuda.device_count()
+    if plan.config.gpus_per_worker > max(1, num_gpus):
+        raise ValueError(too_many_gpus(plan.config.gpus_per_worker, num_gpus))
+    progress.say("loading the target and the methods")
+    worker = Worker(plan.config)
+    for note in plan.begin([worker.describe()]):
+        progress.say(note)
+    while plan.pending:
+        shard = plan.pending.popleft()
+        progress.start(shard.id)
+        _file(plan, shard, _try(worker, shard), progress)
 
 
-def num_workers(config: RunConfig, num_cores: int, num_gpus: int) -> int:
-    """How many workers a run gets: one per group of GPUs, or up to two on a CPU.
-
-    Raises:
-        ValueError: fewer GPUs than one worker needs, or more workers than the GPUs can serve.
-    """
-    if num_gpus == 0:
-        return config.workers or min(2, num_cores)
-    groups = num_gpus // config.gpus_per_worker
-    if groups == 0:
-        raise ValueError(
-            f"--gpus-per-worker {config.gpus_per_worker} is out of range; valid: 1..{num_gpus}"
-        )
-    if config.workers is not None and config.workers > groups:
-        raise ValueError(
-            f"--workers {config.workers} with {config.gpus_per_worker} GPUs each need more than "
-            f"the {num_gpus} GPUs there are; valid: 1..{groups}"
-        )
-    return config.workers or groups
+def _try(worker: Worker, shard: Shard) -> list[Record] | str:
+    """A shard's records, or why there are none."""
+    try:
+        return worker.run(shard)
+    except Exception as error:
+        return f"{type(error).__name__}: {in_one_line(error)}"
 
 
-def _run_on_ray(config: RunConfig, plan: _Plan, num_shards: int) -> None:
-    """Shards on one Ray actor per device; an actor that dies is replaced and its shard tried
-    again."""
-    with _ray() as ray:
-        resources = ray.cluster_resources()
-        cores, gpus = int(resources["CPU"]), int(resources.get("GPU", 0))
-        count = num_workers(config, cores, gpus)
-        count = min(count, len(plan.pending))
-        threads = max(1, cores // count)
-        pool = _Pool(ray, config, threads, gpus > 0)
-        with Progress(num_shards, plan.num_done) as progress:
-            progress.say(f"starting {count} workers of {threads} threads")
-            for _ in range(count):
-                pool.start()
-            described = pool.describe()
-            _file_info(config, plan, described, count)
+def _file(plan: Plan, shard: Shard, outcome: list[Record] | str, progress: Progress) -> None:
+    """Files a shard's records, or sees to it that it is tried again."""
+    if isinstance(outcome, str):
+        if plan.fail(shard, outcome):
+            progress.say(f"{shard.id} is tried again: {outcome}")
+            return
+        progress.say(f"{shard.id} is given up: {outcome}")
+    else:
+        plan.finish(shard, outcome)
+    progress.finish(shard.id)
+
+
+def _run_on_ray(plan: Plan, progress: Progress) -> None:
+    """Shards on actors, one per device."""
+    with session() as ray:
+        nodes = [
+            Node(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        config = plan.config
+        layout = plan_layout(nodes, config.workers, config.gpus_per_worker, most_threads())
+        # More workers than shards have nothing to do; threads stay, so that a resumed run is alike.
+        count = min(layout.num_workers, len(plan.pending))
+        progress.say(f"loading: {count} workers, threads each: {layout.num_threads}")
+        with contextlib.closing(Pool(ray, config, layout)) as pool:
+            for note in plan.begin(pool.load(count, progress)):
+                progress.say(note)
             pool.run(plan, progress)
 
 
+class _Lost(Exception):
+    """A worker is gone; says why."""
+
+
 @dataclass
-class _Pool:
-    """The actors of a run and the shard that each is at."""
+class Pool:
+    """The actors of a run: those that load, those at a shard, and those that have nothing to do."""
 
     ray: Any
     config: RunConfig
-    num_threads: int
-    on_gpu: bool
-    actors: list[Any] = field(default_factory=list)
+    layout: Layout
+    loading: dict[Any, Any] = field(default_factory=dict)
     busy: dict[Any, tuple[Any, Shard]] = field(default_factory=dict)
+    idle: list[Any] = field(default_factory=list)
+    losses: int = 0
+    """Workers that were lost one after the other, before any could load."""
 
-    def start(self) -> None:
-        """Starts an actor."""
-        options: dict[str, Any] = {
-            "num_cpus": self.num_threads,
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self.num_threads)}},
-        }
-        if self.on_gpu:
-            options["num_gpus"] = self.config.gpus_per_worker
-        actor = self.ray.remote(_Actor).options(**options).remote()
-        self.actors.append(actor)
+    def load(self, count: int, progress: Progress) -> list[dict[str, Any]]:
+        """Starts actors and waits until they have loaded everything.
 
-    def describe(self) -> dict[str, Any]:
-        """Loads everything on all actors.
+        Returns:
+            What each says of itself.
 
         Raises:
-            ValueError: what a worker found wrong with the settings.
+            ValueError: what a worker found wrong with the settings, or none can be kept alive.
         """
-        loaded = self.ray.get(
-            [actor.load.remote(self.config, self.num_threads) for actor in self.actors]
-        )
-        for described in loaded:
-            if "error" in described:
-                raise ValueError(described["error"])
-        first: dict[str, Any] = loaded[0]
-        return first
+        for _ in range(count):
+            self._start()
+        described = []
+        while self.loading:
+            for reference in self._wait(progress):
+                described += self._welcome(reference, progress)
+        return described
 
-    def run(self, plan: _Plan, progress: Progress) -> None:
-        """Hands out shards until none is left."""
-        idle = list(self.actors)
+    def run(self, plan: Plan, progress: Progress) -> None:
+        """Hands out shards until none is left.
+
+        Raises:
+            ValueError: no worker can be kept alive.
+        """
         while plan.pending or self.busy:
-            while idle and plan.pending:
-                self._hand_out(idle.pop(), plan.pending.popleft(), progress)
-            ready, _ = self.ray.wait(list(self.busy), num_returns=1)
-            for reference in ready:
-                actor, shard = self.busy.pop(reference)
-                idle.append(self._collect(reference, actor, shard, plan, progress))
+            while plan.pending and self.idle:
+                self._hand_out(self.idle.pop(), plan.pending.popleft(), progress)
+            for reference in self._wait(progress):
+                if reference in self.loading:
+                    self._welcome(reference, progress)
+                else:
+                    self._collect(reference, plan, progress)
+
+    def close(self) -> None:
+        """Ends all actors."""
+        busy = (actor for actor, _ in self.busy.values())
+        for actor in [*self.loading.values(), *busy, *self.idle]:
+            self.ray.kill(actor)
+
+    def _start(self) -> None:
+        options: dict[str, Any] = {
+            "max_restarts": 0,
+            # Where GPUs say how many workers fit, cores need not.
+            "num_cpus": 0 if self.layout.num_gpus else self.layout.num_threads,
+            "num_gpus": self.layout.num_gpus,
+            "runtime_env": {
+                "env_vars": {
+                    "OMP_NUM_THREADS": str(self.layout.num_threads),
+                    "TOKENIZERS_PARALLELISM": "false",
+                }
+            },
+        }
+        actor = self.ray.remote(Actor).options(**options).remote(os.getcwd())
+        self.loading[actor.load.remote(self.config, self.layout.num_threads)] = actor
+
+    def _wait(self, progress: Progress) -> list[Any]:
+        """What is done, one at least; says so if nothing is for long and no shard is in work."""
+        references = [*self.loading, *self.busy]
+        ready: list[Any] = []
+        while not ready:
+            ready, _ = self.ray.wait(references, num_returns=1, timeout=_PATIENCE_S)
+            if not ready and not self.busy:
+                progress.say(f"waiting for {len(self.loading)} workers to be placed and to load")
+        return ready
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            raise _Lost(_why_lost(error)) from error
+
+    def _welcome(self, reference: Any, progress: Progress) -> list[dict[str, Any]]:
+        """An actor has loaded, or not."""
+        actor = self.loading.pop(reference)
+        try:
+            described = self._get(reference)
+        except _Lost as loss:
+            self.losses += 1
+            if self.losses < MAX_ATTEMPTS:
+                progress.say(f"a worker was lost while it loaded, another is started: {loss}")
+                self._replace(actor)
+            elif not (self.idle or self.loading or self.busy):
+                raise ValueError(
+                    f"workers die while they load: {loss}; give them more memory, fewer --workers "
+                    "or a smaller target"
+                ) from loss
+            return []
+        if isinstance(described, str):
+            raise ValueError(described)
+        self.losses = 0
+        self.idle.append(actor)
+        return [described]
+
+    def _replace(self, actor: Any) -> None:
+        # It may be out of reach only, and would keep its place.
+        self.ray.kill(actor)
+        self._start()
 
     def _hand_out(self, actor: Any, shard: Shard, progress: Progress) -> None:
         progress.start(shard.id)
-        self.busy[actor.run.remote(self.config, self.num_threads, shard)] = (actor, shard)
+        self.busy[actor.run.remote(shard)] = (actor, shard)
 
-    def _collect(
-        self, reference: Any, actor: Any, shard: Shard, plan: _Plan, progress: Progress
-    ) -> Any:
-        """Files what an actor made of a shard.
-
-        Returns:
-            The actor that is idle now: the same, or one that takes a dead one's place.
-        """
+    def _collect(self, reference: Any, plan: Plan, progress: Progress) -> None:
+        """Files what an actor made of a shard. One that failed may have lost its device: it is
+        replaced, and the shard goes to whoever is free."""
+        actor, shard = self.busy.pop(reference)
         try:
-            plan.finish(shard, self.ray.get(reference))
-        except self.ray.exceptions.RayActorError:
-            progress.say(f"a worker died at {shard.id}; another takes its place")
-            again = plan.retry(shard, "the worker died")
-            self.actors.remove(actor)
-            self.start()
-            actor = self.actors[-1]
-        except self.ray.exceptions.RayTaskError as error:
-            again = plan.retry(shard, str(error.cause))
+            outcome = self._get(reference)
+        except _Lost as loss:
+            outcome = str(loss)
+        if isinstance(outcome, str):
+            self._replace(actor)
         else:
-            again = False
-        if not again:
-            progress.finish(shard.id)
-        return actor
+            self.idle.append(actor)
+        _file(plan, shard, outcome, progress)
 
 
-class _Actor:
-    """A worker in a process of its own. It loads when told to, so that bad settings come back as
-    words."""
+class Actor:
+    """A worker in a process of its own. What goes wrong comes back as words."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        # Relative paths mean what they mean to the driver, where its folder exists.
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         self.worker: Worker | None = None
 
-    def load(self, config: RunConfig, num_threads: int) -> dict[str, Any]:
+    def load(self, config: RunConfig, num_threads: int) -> dict[str, Any] | str:
+        """Loads everything and describes it."""
+        import ray
+
+        # torch computes on cores, Ray counts hardware threads.
+        cores, threads = psutil.cpu_count(logical=False) or 1, psutil.cpu_count() or 1
         try:
-            return self._loaded(config, num_threads).describe()
-        except ValueError as error:
-            return {"error": str(error)}
+            self.worker = Worker(config, max(1, num_threads * min(cores, threads) // threads))
+        except Exception as error:
+            name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return name + in_one_line(error)
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return self.worker.describe() | {"gpus": gpus}
 
-    def _loaded(self, config: RunConfig, num_threads: int) -> Worker:
-        if self.worker is None:
-            self.worker = Worker(config, num_threads)
-        return self.worker
+    def run(self, shard: Shard) -> list[Record] | str:
+        """A shard's records."""
+        assert self.worker is not None, "a worker loads before it runs"
+        return _try(self.worker, shard)
 
-    def run(self, config: RunConfig, num_threads: int, shard: Shard) -> list[Record]:
-        return self._loaded(config, num_threads).run(shard)
+
+def _why_lost(error: Exception) -> str:
+    """Ray's story of a lost worker in one line."""
+    lines = str(error).splitlines()
+    telling = [line for line in lines if "exit" in line.lower() or "memory" in line.lower()]
+    return f"the worker died: {textwrap.shorten((telling or lines or [''])[0], 160)}"
 
 
 @contextlib.contextmanager
-def _ray() -> Iterator[Any]:
-    """Ray, started if it is not running, and then stopped again."""
-    # Ray would start workers at nice 15, and its logs would drown the tables.
+def session(**options: Any) -> Iterator[Any]:
+    """Ray: the session there is, the cluster at RAY_ADDRESS, or one of this machine's that is
+    stopped afterwards.
+
+    Args:
+        options: more for ``ray.init``.
+
+    Raises:
+        ValueError: the cluster cannot be reached, or Ray cannot start.
+    """
+    # Ray would start its workers at nice 15, and say that it hides GPUs from those without any.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    own = not ray.is_initialized()
-    if own:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            num_cpus=psutil.cpu_count() if "RAY_ADDRESS" not in os.environ else None,
-            num_gpus=torch.cuda.device_count() if "RAY_ADDRESS" not in os.environ else None,
-        )
+    if ray.is_initialized():
+        yield ray
+        return
+    address = os.environ.get("RAY_ADDRESS") or "local"
     try:
+        _start_ray(ray, address, options)
         yield ray
     finally:
-        if own:
+        with _undisturbed():
             ray.shutdown()
+
+
+def _start_ray(ray: Any, address: str, options: dict[str, Any]) -> None:
+    own: dict[str, Any] = {
+        "num_cpus": _num_own_cores(),
+        "num_gpus": torch.cuda.device_count(),
+        "object_store_memory": _OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+    }
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, **(own if address == "local" else {}), **quiet, **options)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = "Ray cannot start" if address == "local" else f"no Ray cluster at {address}"
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}; --no-ray does without") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _num_own_cores() -> int | None:
+    """Cores that this process may use, where they are fewer than the machine's; None lets Ray
+    count."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return allowed if allowed != os.cpu_count() else None
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No Ctrl-C while processes are being stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -22,7 +22,8 @@ class RunConfig:
     Args:
         target: the target's name, Hub name, folder or GGUF file.
         methods: methods to compare; the baseline is always among them. Empty: all that are
-        installed. workloads: names of workloads, data sets or files.
+            installed.
+        workloads: names of workloads, data sets or files.
         prompts: prompts per workload; None for all.
         max_new_tokens: token budget per request.
         temperature, top_k, top_p: None for each workload's own.
@@ -76,6 +77,7 @@ class RunConfig:
             raise ValueError(f"unknown dtype {self.dtype!r}; valid: {', '.join(DTYPES)}")
         if not self.workloads:
             raise ValueError("no workload is given; `specbench workloads` lists them")
+        object.__setattr__(self, "workloads", tuple(dict.fromkeys(self.workloads)))
         self.sampling_for(Decoding())
         known = registry.sources()
         names = self.methods or tuple(known)
@@ -84,7 +86,8 @@ class RunConfig:
             if method not in self.methods:
                 raise ValueError(
                     f"--set {method}.{next(iter(self.knobs[method]))}: method {method!r} is not "
-                    f"in this run{registry.suggest(method, self.methods)}; valid: {', '.join(self.methods)}"
+                    f"in this run{registry.suggest(method, self.methods)}; "
+                    f"valid: {', '.join(self.methods)}"
                 )
         for name in self.methods:
             self.method_config(name, registry.load_method(name))

@@ -26,7 +26,7 @@ class Progress:
         self.console = Console(stderr=True)
         self.num_shards, self.num_done = num_shards, num_done
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("shards, {task.fields[rate]}"),
@@ -36,7 +36,7 @@ class Progress:
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "starting", total=num_shards, completed=num_done, rate="- s each"
+            "loading", start=False, total=num_shards, completed=num_done, rate="- s each"
         )
         self._first = num_done
 
@@ -54,12 +54,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self._bar.update(self._task, description=text)
-        if not self.console.is_terminal:
-            self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, shard: str) -> None:
-        """A shard was begun."""
+        """A shard was begun; with the first, the clock starts."""
+        if self._bar.tasks[self._task].start_time is None:
+            self._bar.start_task(self._task)
         self._bar.update(self._task, description=shard)
 
     def finish(self, shard: str) -> None:
@@ -71,9 +71,6 @@ class Progress:
         self._bar.update(self._task, completed=self.num_done, rate=rate)
         if not self.console.is_terminal:
             left = seconds * (self.num_shards - self.num_done)
-            self.console.print(
-                f"{shard} done: {self.num_done}/{self.num_shards} shards, {rate}, "
-                f"{left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
+            self.say(
+                f"{shard} done: {self.num_done}/{self.num_shards} shards, {rate}, {left:.0f} s left"
             )

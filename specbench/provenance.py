@@ -28,21 +28,27 @@ _PACKAGES = (
 
 
 def collect() -> dict[str, Any]:
-    """The provenance of a run that starts now."""
+    """What code is started by which command, and how busy the machine is."""
     commit, dirty = _git_state()
     return {
         "code_version": specbench.__version__,
         "commit": commit,
         "dirty": dirty,
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "load_average": round(os.getloadavg()[0], 2),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What this process runs on and with."""
+    return {
         "python": platform.python_version(),
         "packages": _versions(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 2),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
