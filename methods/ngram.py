@@ -9,12 +9,17 @@ follows loops and lists as far as the budget allows.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict
 from specbench.target import Target
 from specbench.tree import Tree, merge_paths
+
+# Matches to look at for each continuation wanted: many occurrences go on alike.
+_TRIES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +29,15 @@ class NgramConfig(MethodConfig):
     Args:
         max_match: longest suffix that is looked up.
         min_match: shortest one.
+        tokens_per_match: the most tokens to draft for each token that matched, so that a match by
+            chance costs little (suffix decoding: Oliaro et al. 2025); 0 sets no limit.
         branches: continuations to draft; more than one makes a tree.
     """
 
-    depth: int = 7
+    depth: int = 11
     max_match: int = 4
     min_match: int = 1
+    tokens_per_match: int = 3
     branches: int = 1
 
     def __post_init__(self) -> None:
@@ -39,8 +47,19 @@ class NgramConfig(MethodConfig):
                 f"min_match {self.min_match} and max_match {self.max_match} are out of range; "
                 "valid: 1 <= min_match <= max_match"
             )
+        if self.tokens_per_match < 0:
+            raise ValueError(
+                f"tokens_per_match {self.tokens_per_match} is out of range; valid: 0 or more"
+            )
         if self.branches < 1:
             raise ValueError(f"branches {self.branches} is out of range; valid: 1 or more")
+
+
+class _Match(NamedTuple):
+    """The position behind an earlier occurrence of the text's suffix, and the suffix's length."""
+
+    position: int
+    length: int
 
 
 class _Index:
@@ -61,12 +80,12 @@ class _Index:
                     self.behind.setdefault(gram, []).append(position)
             self.tokens.append(token)
 
-    def matches(self) -> Iterator[int]:
-        """Positions behind earlier occurrences of the text's suffix, of long suffixes first, of
-        equals the latest."""
+    def matches(self) -> Iterator[_Match]:
+        """Earlier occurrences of the text's suffix, long suffixes first, of equals the latest."""
         for n in self.lengths:
             if n <= len(self.tokens):
-                yield from reversed(self.behind.get(tuple(self.tokens[-n:]), ()))
+                for position in reversed(self.behind.get(tuple(self.tokens[-n:]), ())):
+                    yield _Match(position, n)
 
     def continuation(self, position: int, length: int, ends: frozenset[int]) -> list[int]:
         """Up to ``length`` tokens from a position on; past the end of the text it reads itself;
@@ -112,8 +131,9 @@ class Ngram(Method):
         if depth == 0:
             return
         found: list[list[int]] = []
-        for position in index.matches():
-            path = index.continuation(position, depth, self.target.eos_ids)
+        for match in islice(index.matches(), _TRIES * self.knobs.branches):
+            length = min(depth, self.knobs.tokens_per_match * match.length or depth)
+            path = index.continuation(match.position, length, self.target.eos_ids)
             if not any(path == other[: len(path)] for other in found):
                 found.append(path)
                 yield path
