@@ -58,6 +58,7 @@ class DraftModel(Method):
         check_vocabulary(self.drafter, target)
         self.cache = self.drafter.new_cache(1)
         self.num_run: list[int] = []
+        """By row, the nodes of this step's tree that the drafter ran."""
 
     @property
     def label(self) -> str:
@@ -74,14 +75,11 @@ class DraftModel(Method):
         return self.drafter.num_weight_bytes
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
-        """Runs the drafter over the prompts."""
+        """Runs the drafter over the prompts that leave room in its context."""
         for row in rows:
             index = self.cache.add_row()
-            self.drafter.prefill(row.tokens[:-1][: self._window - 1], self.cache, index)
-
-    @property
-    def _window(self) -> int:
-        return self.drafter.max_context
+            if len(row.tokens) < self.drafter.max_context:
+                self.drafter.prefill(self._known(row.tokens[:-1]), self.cache, index)
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """A chain or tree from the drafter's logits."""
@@ -89,30 +87,31 @@ class DraftModel(Method):
             self._within_context(row, budget)
             for row, budget in zip(batch.rows, budgets, strict=True)
         ]
-        if not any(budget.depth for budget in budgets):
-            self.num_run = [0] * len(batch.rows)
+        self.num_run = [min(budget.depth, 1) for budget in budgets]
+        if not any(self.num_run):
             return Proposal.nothing(batch.rows)
         root_logits_B1V = self._catch_up(batch.rows)
-        self.num_run = [1] * len(batch.rows)
         return draft_tree(
             batch.rows, budgets, self.knobs.branching, self.drawer, root_logits_B1V, self._expand
         )
 
     def _within_context(self, row: Row, budget: Budget) -> Budget:
         """Nothing is drafted beyond the drafter's own context."""
-        depth = max(0, min(budget.depth, self._window - len(row.tokens)))
+        depth = max(0, min(budget.depth, self.drafter.max_context - len(row.tokens)))
         return Budget(depth, budget.nodes if depth else 0)
 
     def _catch_up(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Feeds the committed tokens that the drafter has not seen, the root last.
+        """Feeds the committed tokens that the drafter has not seen, the root last; to a row that
+        does not draft now, nothing but a padding root.
 
         Returns:
             The drafter's logits [B, 1, V] at the roots; the roots themselves are node 0, not yet
             committed.
         """
-        unseen = []
-        for row, length in zip(rows, self.cache.lengths, strict=True):
-            unseen.append(row.tokens[length : self._window])
+        unseen = [
+            self._known(row.tokens[length:]) if num_run else [0]
+            for row, length, num_run in zip(rows, self.cache.lengths, self.num_run, strict=True)
+        ]
         width = max(len(tokens) for tokens in unseen)
         tokens_BN = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in unseen])
         roots_B1 = torch.tensor([[len(tokens) - 1] for tokens in unseen])
@@ -122,11 +121,19 @@ class DraftModel(Method):
             self.cache.extend(index, len(tokens) - 1)
         return logits_B1V
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with the drafter's last one for those that its vocabulary has not."""
+        last = self.drafter.vocab_size - 1
+        return [min(token, last) for token in tokens]
+
     def _expand(
         self, tokens_BM: torch.Tensor, trees: list[Tree], starts: list[int]
     ) -> torch.Tensor:
-        self.num_run = [len(tree) for tree in trees]
-        return self._logits(tokens_BM, trees, starts, slice(None))
+        for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
+            if start < len(tree):
+                self.num_run[row] = len(tree)
+        known_BM = tokens_BM.clamp_max(self.drafter.vocab_size - 1)
+        return self._logits(known_BM, trees, starts, slice(None))
 
     def _logits(
         self,
@@ -188,8 +195,8 @@ def check_vocabulary(drafter: Target, target: Target) -> None:
     if len(ours) != len(theirs):
         problem = f"{len(theirs)} tokens instead of {len(ours)}"
     else:
-        token = next(token for token, index in ours.items() if theirs.get(token) != index)
-        problem = f"token {token!r} has id {theirs.get(token)} instead of {ours[token]}"
+        index, token = min((i, token) for token, i in ours.items() if theirs.get(token) != i)
+        problem = f"token {token!r} has id {theirs.get(token)} instead of {index}"
     raise ValueError(
         f"draft model {drafter.name!r} has another tokenizer than target {target.name!r}: "
         f"{problem}; valid: a model with the same tokenizer"

@@ -211,10 +211,11 @@ def calibrate(target: Target, depth: int, num_skipped: int = 0) -> frozenset[int
 
 
 def _calibration_tokens(target: Target) -> list[int]:
-    if target.tokenizer is None:
-        return [token % target.vocab_size for token in range(3, 99)]
-    ids: list[int] = target.tokenizer(_CALIBRATION_TEXT)["input_ids"]
-    return ids[: target.max_context]
+    """The text's tokens, or any where the target has no tokenizer."""
+    ids: Sequence[int] = range(3, 99)
+    if target.tokenizer is not None:
+        ids = target.tokenizer(_CALIBRATION_TEXT)["input_ids"]
+    return [token % target.vocab_size for token in ids[: target.max_context]]
 
 
 def _argmax(target: Target, tokens: Sequence[int], skip: frozenset[int]) -> torch.Tensor:

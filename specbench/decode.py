@@ -15,6 +15,7 @@ from specbench.depth import DepthController
 from specbench.method import Batch, Budget, Drawer, Method, Proposal, Request, Row, Step, Verdict
 from specbench.sampling import Sampling
 from specbench.target import Target
+from specbench.tree import Tree
 from specbench.verify import Walk, verify
 
 
@@ -71,13 +72,8 @@ class Decoder:
         max_rows: int = 1,
         lap: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        self.target, self.method, self.controller, self.sampling = (
-            target,
-            method,
-            controller,
-            sampling,
-        )
-        self.max_rows, self.lap = max_rows, lap
+        self.target, self.method, self.controller = target, method, controller
+        self.sampling, self.max_rows, self.lap = sampling, max_rows, lap
         self.cache = target.new_cache(max_rows)
         self.rows: list[Row] = []
         method.drawer = Drawer(sampling)
@@ -93,16 +89,10 @@ class Decoder:
         """Takes in requests: fills the caches with all but the last token of their prompts.
 
         Raises:
-            ValueError: a prompt does not fit into the target's context with its token budget.
+            ValueError: a request that this target cannot do; none of them is then taken in.
         """
         for request in requests:
-            needed = len(request.prompt) + request.max_new_tokens
-            if needed > self.target.max_context:
-                raise ValueError(
-                    f"prompt {request.id!r} has {len(request.prompt)} tokens and asks for "
-                    f"{request.max_new_tokens} more; "
-                    f"the target's context is {self.target.max_context}"
-                )
+            check_request(request, self.target)
         assert len(requests) <= self.num_free, "more requests than free rows"
         rows = [Row(request, list(request.prompt)) for request in requests]
         taps = []
@@ -124,7 +114,7 @@ class Decoder:
         self.lap("bookkeeping")
         proposal = self.method.propose(Batch(self.rows, self.cache), budgets)
         self.lap("draft")
-        check_proposal(proposal, budgets, self.target.vocab_size)
+        check_proposal(proposal, self.rows, budgets, self.target.vocab_size)
         forward = self.target.forward(
             proposal.tokens_BN,
             proposal.trees,
@@ -167,26 +157,18 @@ class Decoder:
     def _commit(
         self, proposal: Proposal, walks: Sequence[Walk], taps: Mapping[int, torch.Tensor]
     ) -> Verdict:
+        """Adds each walk's tokens to its row, up to where the row ends, and its nodes to the
+        cache."""
         paths, committed = [], []
         for b, (row, walk) in enumerate(zip(self.rows, walks, strict=True)):
-            tree = proposal.trees[b]
             tokens = [*proposal.tokens_BN[b, walk.path[1:]].tolist(), walk.bonus]
             ending = cut(row, tokens, self.target)
-            matched = len(walk.path) - 1
-            row.steps.append(
-                Step(
-                    tree.num_drafted,
-                    tree.depth,
-                    min(matched, ending.num_kept),
-                    ending.num_kept,
-                    matched,
-                )
-            )
-            row.tokens += tokens[: ending.num_kept]
+            row.steps.append(_count(proposal.trees[b], walk, ending))
             row.finish = ending.finish
             row.drawn |= bool(proposal.logq and proposal.logq[b])
-            paths.append(walk.path[: ending.num_kept])
             committed.append(tokens[: ending.num_kept])
+            row.tokens += committed[-1]
+            paths.append(walk.path[: ending.num_kept])
             self.cache.commit(b, paths[-1])
         return Verdict(self.rows, proposal, paths, committed, taps)
 
@@ -200,22 +182,78 @@ class Decoder:
         return done
 
 
-def check_proposal(proposal: Proposal, budgets: Sequence[Budget], vocab_size: int) -> None:
+def _count(tree: Tree, walk: Walk, ending: Cut) -> Step:
+    matched = len(walk.path) - 1
+    return Step(
+        nodes=tree.num_drafted,
+        depth=tree.depth,
+        accepted=min(matched, ending.num_kept),
+        committed=ending.num_kept,
+        matched=matched,
+    )
+
+
+def check_request(request: Request, target: Target) -> None:
+    """Holds a request to what the target can do.
+
+    Raises:
+        ValueError: it does not fit into the context with its token budget, holds a token that the
+        target does not have, or needs a tokenizer that is not there.
+    """
+    name, num_tokens = f"prompt {request.id!r}", len(request.prompt)
+    if num_tokens + request.max_new_tokens > target.max_context:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens and asks for {request.max_new_tokens} more; "
+            f"the target's context is {target.max_context}"
+        )
+    for token in (min(request.prompt), max(request.prompt)):
+        if not 0 <= token < target.vocab_size:
+            raise ValueError(
+                f"{name} holds token {token}; the target's are 0..{target.vocab_size - 1}"
+            )
+    if request.stop and target.tokenizer is None:
+        raise ValueError(f"{name} has stop strings, but target {target.name!r} has no tokenizer")
+
+
+def check_proposal(
+    proposal: Proposal, rows: Sequence[Row], budgets: Sequence[Budget], vocab_size: int
+) -> None:
     """Holds a method to its contract.
 
     Raises:
-        ValueError: a tree beyond its budget, or a token outside the target's vocabulary.
+        ValueError: a tree beyond its budget or without its tokens, a root that is not the row's
+        last token, or a token outside the target's vocabulary.
     """
-    for tree, budget in zip(proposal.trees, budgets, strict=True):
+    trees, tokens_BN = proposal.trees, proposal.tokens_BN
+    num_logq = len(rows) if proposal.logq is None else len(proposal.logq)
+    if not len(trees) == len(tokens_BN) == num_logq == len(rows):
+        raise ValueError(
+            f"a proposal has {len(trees)} trees, {len(tokens_BN)} rows of tokens and {num_logq} of "
+            f"draft distributions for {len(rows)} rows"
+        )
+    for tree, budget in zip(trees, budgets, strict=True):
         if tree.depth > budget.depth or tree.num_drafted > budget.nodes:
             raise ValueError(
                 f"a proposal of depth {tree.depth} with {tree.num_drafted} nodes exceeds its "
                 f"budget: depth {budget.depth}, {budget.nodes} nodes"
             )
-    if proposal.tokens_BN.device.type == "cpu":
-        low, high = int(proposal.tokens_BN.min()), int(proposal.tokens_BN.max())
-        if low < 0 or high >= vocab_size:
+        if len(tree) > tokens_BN.shape[1]:
             raise ValueError(
-                f"a proposal holds token {low if low < 0 else high}; "
-                f"the target's are 0..{vocab_size - 1}"
+                f"a proposal has {tokens_BN.shape[1]} tokens for a tree of {len(tree)} nodes"
+            )
+    # Reading tokens on an accelerator would wait for them.
+    if tokens_BN.device.type == "cpu":
+        _check_tokens(tokens_BN, rows, vocab_size)
+
+
+def _check_tokens(tokens_BN: torch.Tensor, rows: Sequence[Row], vocab_size: int) -> None:
+    for token in (int(tokens_BN.min()), int(tokens_BN.max())):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"a proposal holds token {token}; the target's are 0..{vocab_size - 1}"
+            )
+    for root, row in zip(tokens_BN[:, 0].tolist(), rows, strict=True):
+        if root != row.tokens[-1]:
+            raise ValueError(
+                f"a proposal has root {root}; the last token of its row is {row.tokens[-1]}"
             )

@@ -7,6 +7,7 @@ so sampled trees stay lossless. Shapes: B rows, M nodes of a level, V vocabulary
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -28,24 +29,34 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     logq: dict[int, torch.Tensor] = field(default_factory=dict)
     level: list[int] = field(default_factory=lambda: [0])
+    """The deepest nodes; none once they are to have no children."""
+
+    @property
+    def tree(self) -> Tree:
+        """Its shape so far."""
+        return Tree.of(tuple(self.parents))
 
     def grow(self, logits_MV: torch.Tensor, depth: int, num_children: int, drawer: Drawer) -> None:
-        """Draws the children of the present level's nodes."""
+        """Draws the children of the deepest nodes, which are then the deepest."""
         parents, self.level = self.level, []
-        if depth > self.budget.depth:
-            return
         for parent, logits_V in zip(parents, logits_MV, strict=False):
-            room = self.budget.nodes - len(self.tokens)
-            if room == 0:
-                return
-            position = len(self.row.tokens) + depth - 1
-            draws = drawer.draw(logits_V, self.row, position, min(num_children, room))
-            if draws.logq_V is not None:
-                self.logq[parent] = draws.logq_V
-            for token in draws.tokens:
-                self.level.append(len(self.parents))
-                self.parents.append(parent)
-                self.tokens.append(token)
+            if room := self._room(depth):
+                position = len(self.row.tokens) + depth - 1
+                draws = drawer.draw(logits_V, self.row, position, min(num_children, room))
+                if draws.logq_V is not None:
+                    self.logq[parent] = draws.logq_V
+                self._add(parent, draws.tokens)
+        if not self._room(depth + 1):
+            self.level = []
+
+    def _room(self, depth: int) -> int:
+        """How many nodes may still be added at a depth."""
+        return self.budget.nodes - len(self.tokens) if depth <= self.budget.depth else 0
+
+    def _add(self, parent: int, tokens: Sequence[int]) -> None:
+        self.level += range(len(self.parents), len(self.parents) + len(tokens))
+        self.parents += [parent] * len(tokens)
+        self.tokens += tokens
 
 
 def draft_tree(
@@ -63,25 +74,25 @@ def draft_tree(
         branching: children per node at each level below the root; 1 beyond its end.
         drawer: draws the children.
         root_logits_B1V: the drafter's logits at the roots.
-        expand: runs the nodes of a level; called between levels, not for the last one.
+        expand: runs the nodes of a level that are to have children; a row without any gets as its
+            first node the number of its nodes, and padding.
     """
     drafts = [_Draft(row, budget) for row, budget in zip(rows, budgets, strict=True)]
     logits_BMV = root_logits_B1V
-    deepest = max(budget.depth for budget in budgets)
-    for depth in range(1, deepest + 1):
+    for depth in count(1):
         num_children = branching[depth - 1] if depth <= len(branching) else 1
         for draft, logits_MV in zip(drafts, logits_BMV, strict=True):
             draft.grow(logits_MV, depth, num_children, drawer)
         width = max(len(draft.level) for draft in drafts)
-        if depth == deepest or width == 0:
+        if width == 0:
             break
         starts = [draft.level[0] if draft.level else len(draft.parents) for draft in drafts]
         tokens = [[draft.tokens[node - 1] for node in draft.level] for draft in drafts]
         tokens_BM = torch.tensor([level + [0] * (width - len(level)) for level in tokens])
-        logits_BMV = expand(tokens_BM, [Tree.of(tuple(d.parents)) for d in drafts], starts)
+        logits_BMV = expand(tokens_BM, [draft.tree for draft in drafts], starts)
     return Proposal.from_rows(
         rows,
-        [Tree.of(tuple(draft.parents)) for draft in drafts],
+        [draft.tree for draft in drafts],
         [draft.tokens for draft in drafts],
         [draft.logq for draft in drafts],
     )

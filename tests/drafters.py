@@ -1,0 +1,250 @@
+"""Drafters made for tests, every registered method in several settings, and what is asked of any
+output."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specbench import registry
+from specbench.decode import Decoder
+from specbench.depth import Fixed
+from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row
+from specbench.records import RequestRecord
+from specbench.sampling import Sampling, position_key, request_key, uniform
+from specbench.target import KVCache, Target
+from specbench.tree import Tree
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ASCII_VOCAB = 97
+"""<unk>, <s>, </s>, and the 94 printable characters of ASCII, which come first in the tokenizer."""
+
+BUDGET = Budget(depth=4, nodes=12)
+"""The nodes run out in the fourth level of a tree that branches 2,2."""
+
+GREEDY = Sampling()
+
+_KNOBS: dict[str, list[dict[str, str]]] = {
+    "ngram": [{}, {"branches": "3"}],
+    "draft_model": [
+        {},
+        {"model": "layers", "layers": "2"},
+        {"model": "layers", "layers": "3", "branching": "2,2"},
+        {"model": "layers", "layers": "4"},
+        {"model": "layers", "layers": "4", "branching": "2,2"},
+    ],
+    "early_exit": [
+        {},
+        {"exit_layer": "2"},
+        {"skip": "1"},
+        {"exit_layer": "2", "branching": "2,2"},
+        {"skip": "0,2", "branching": "2,2"},
+    ],
+}
+"""The settings to test a method in; a method that is not listed here is tested as it comes."""
+
+
+class Setting(NamedTuple):
+    """A method and its knobs."""
+
+    method: str
+    knobs: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *(f"{knob}={value}" for knob, value in self.knobs)])
+
+
+SETTINGS = [
+    Setting(name, tuple(knobs.items()))
+    for name in registry.sources()
+    for knobs in _KNOBS.get(name, [{}])
+]
+
+
+def looping_model(**settings: Any) -> PreTrainedModel:
+    """A tiny model on which every method has some of its drafts accepted: the embedding outweighs
+    the layers, so the next token depends mostly on the last one."""
+    model = tiny_model(**({"vocab_size": ASCII_VOCAB} | settings))
+    with torch.no_grad():
+        cast(nn.Embedding, model.get_input_embeddings()).weight.mul_(20)
+    return model
+
+
+def looping_target(**settings: Any) -> Target:
+    """A target around a looping model, with the byte tokenizer."""
+    return Target(looping_model(**settings), tiny_tokenizer(), name="looping")
+
+
+@cache
+def make_method(target: Target, setting: Setting) -> Method:
+    """A method, made once for all tests: what one leaves behind, the others must not see."""
+    cls = registry.load_method(setting.method)
+    return cls(target, registry.make_config(setting.method, cls, dict(setting.knobs)))
+
+
+def make_request(
+    prompt: Sequence[int], max_new_tokens: int = 12, stop: tuple[str, ...] = (), name: str = ""
+) -> Request:
+    """A request whose random numbers depend on its prompt, or on its name if it has one."""
+    name = name or " ".join(map(str, prompt[:8]))
+    return Request(
+        id=name,
+        prompt=tuple(prompt),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        key=request_key(0, name),
+    )
+
+
+def decode(
+    target: Target,
+    method: Method,
+    requests: Iterable[Request],
+    sampling: Sampling = GREEDY,
+    *,
+    max_rows: int = 1,
+    budget: Budget = BUDGET,
+    audit: bool = False,
+) -> list[Row]:
+    """Decodes requests, of which at most ``max_rows`` run together; a free place is taken at once.
+    With ``audit``, all caches are checked after every step.
+
+    Returns:
+        Their rows in order, checked by `check_row`.
+    """
+    decoder = Decoder(target, method, Fixed(*budget), sampling, max_rows)
+    waiting, rows, auditor = list(requests), list[Row](), Auditor()
+    while waiting or decoder.rows:
+        joining, waiting = waiting[: decoder.num_free], waiting[decoder.num_free :]
+        rows += decoder.join(joining)
+        decoder.step()
+        if audit:
+            auditor.take_down(decoder)
+    auditor.check()
+    for row in rows:
+        check_row(row, target, budget)
+    return rows
+
+
+def reference(target: Target, request: Request, sampling: Sampling = GREEDY) -> list[int]:
+    """What vanilla makes of a request."""
+    return _reference(target, request, sampling, target.eos_ids)
+
+
+@cache
+def _reference(
+    target: Target, request: Request, sampling: Sampling, eos_ids: frozenset[int]
+) -> list[int]:
+    row = decode(target, make_method(target, Setting("vanilla", ())), [request], sampling)[0]
+    assert all(step == (0, 0, 0, 1, 0) for step in row.steps)
+    return row.output
+
+
+def check_row(row: Row, target: Target, budget: Budget = BUDGET) -> None:
+    """Holds an output to its budget, to its end and to the invariants of a record."""
+    RequestRecord(
+        workload="any",
+        request=row.request.id,
+        method="any",
+        tokens=row.output,
+        finish=row.finish or "",
+        steps=[list(step) for step in row.steps],
+        lossless="exact",
+    )
+    assert all(step.nodes <= budget.nodes and step.depth <= budget.depth for step in row.steps)
+    assert 1 <= len(row.output) <= row.request.max_new_tokens
+    assert not target.eos_ids & set(row.output[:-1])
+    assert (row.finish == "eos") == (row.output[-1] in target.eos_ids)
+    if row.finish == "length":
+        assert len(row.output) == row.request.max_new_tokens
+
+
+class Auditor:
+    """Takes down, after each step, what the cache of the target and that of a drafter beside it
+    hold; `check` compares it with what a fresh forward over the committed tokens writes."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[Target, Row], list[torch.Tensor]] = {}
+
+    def take_down(self, decoder: Decoder) -> None:
+        """Called after a step."""
+        assert decoder.cache.lengths == [len(row.tokens) - 1 for row in decoder.rows]
+        self._take_down(decoder.target, decoder.cache, decoder.rows)
+        method: Any = decoder.method
+        if hasattr(method, "drafter"):
+            self._take_down(method.drafter, method.cache, decoder.rows)
+
+    def _take_down(self, model: Target, cache: KVCache, rows: Sequence[Row]) -> None:
+        assert len(cache.lengths) == len(rows)
+        for row, length, held in zip(rows, cache.lengths, _stores(cache), strict=False):
+            assert length < len(row.tokens)
+            if length:
+                self.held.setdefault((model, row), []).append(held[:, :length].clone())
+
+    def check(self) -> None:
+        """Raises AssertionError where the two differ."""
+        for (model, row), all_held in self.held.items():
+            fresh = model.new_cache(1)
+            model.prefill(row.tokens[: all_held[-1].shape[1]], fresh, fresh.add_row())
+            # An 8-bit value may round to its neighbour when its input differs in the last bit.
+            tolerance = 0.1 if "int8" in model.name else 1e-5
+            for held in all_held:
+                expected = _stores(fresh)[0, :, : held.shape[1]]
+                torch.testing.assert_close(held, expected, rtol=0, atol=tolerance)
+
+
+def _stores(cache: KVCache) -> torch.Tensor:
+    """All keys and values, [B, H, S, D], with the heads of all layers side by side."""
+    if not cache.keys:
+        return torch.empty(0)
+    layers = sorted(cache.keys)
+    return torch.cat([kind[layer] for kind in (cache.keys, cache.values) for layer in layers], 1)
+
+
+class Scripted(Method):
+    """Drafts a chain of the tokens that a script has for the next positions of a request's
+    output."""
+
+    def __init__(self, target: Target, script: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(target, MethodConfig())
+        self.script = script
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        """The next tokens of each script, as many as the budget allows."""
+        drafted = [
+            self.draft(row, budget.depth) for row, budget in zip(batch.rows, budgets, strict=True)
+        ]
+        return Proposal.from_rows(batch.rows, [Tree.chain(len(d)) for d in drafted], drafted)
+
+    def draft(self, row: Row, depth: int) -> list[int]:
+        """The next tokens of a row's script."""
+        begin = len(row.output)
+        return list(self.script[row.request.id][begin : begin + depth])
+
+
+class Oracle(Scripted):
+    """Knows the output, and drafts each next token right with a chance that depends on its depth.
+
+    Args:
+        script: the output of each request.
+        law: by depth, the chance that the token is right if those before it are.
+    """
+
+    def __init__(
+        self, target: Target, script: Mapping[str, Sequence[int]], law: Sequence[float]
+    ) -> None:
+        super().__init__(target, script)
+        self.law = law
+
+    def draft(self, row: Row, depth: int) -> list[int]:
+        """The next tokens, some of them replaced by wrong ones."""
+        tokens = super().draft(row, depth)
+        position = len(row.tokens)
+        for i, (token, chance) in enumerate(zip(tokens, self.law, strict=False)):
+            key = position_key(row.request.key, position + i, "oracle")
+            if float(uniform([key], torch.tensor([0]))) >= chance:
+                tokens[i] = (token + 1) % self.target.vocab_size
+        return tokens
