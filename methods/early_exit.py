@@ -163,6 +163,8 @@ def _layers_to_skip(target: Target, config: EarlyExitConfig) -> frozenset[int]:
         ValueError: the target has no such layer, or none would be left.
     """
     last = target.num_layers - 1
+    if last == 0:
+        raise ValueError("early_exit needs a target of 2 layers or more")
     if config.exit_layer:
         if config.exit_layer > last:
             raise ValueError(

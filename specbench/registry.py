@@ -8,11 +8,14 @@ method only.
 import difflib
 import importlib
 import inspect
+import math
 import pkgutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import specbench_methods
 from specbench.method import Method, MethodConfig
@@ -58,7 +61,8 @@ def load_method(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-        ValueError: no such method; a dependency of it is missing; or its module defines no method.
+        ValueError: no such method; a dependency of it is missing; or it is not one method with
+        knobs that can be set.
     """
     known = sources()
     if name not in known:
@@ -69,29 +73,46 @@ def load_method(name: str) -> type[Method]:
     try:
         module = importlib.import_module(source.module)
     except ImportError as error:
-        missing = error.name or str(error)
-        raise ValueError(
-            f"method {name!r} cannot be loaded: {error}; "
-            f"install {missing.split('.')[0]!r} to use it"
-        ) from error
+        raise ValueError(f"method {name!r} cannot be loaded: {error}{_hint(error)}") from error
     except Exception as error:
         raise ValueError(f"method {name!r} is broken: {type(error).__name__}: {error}") from error
-    if source.attribute:
-        cls = getattr(module, source.attribute, None)
-        candidates = [cls] if inspect.isclass(cls) else []
+    methods = _methods_in(module, source.attribute)
+    if len(methods) != 1:
+        place = f"{source.module}:{source.attribute}" if source.attribute else source.module
+        raise ValueError(
+            f"method {name!r} is broken: {place} defines {len(methods)} methods; valid: exactly one"
+        )
+    for knob, default in _defaults(methods[0].Config).items():
+        if type(default) not in _KINDS:
+            raise ValueError(
+                f"method {name!r} is broken: knob {knob!r} has no default of a known type; "
+                f"valid: {', '.join(kind.__name__ for kind in _KINDS)}"
+            )
+    return methods[0]
+
+
+def _hint(error: ImportError) -> str:
+    """What to install, where a whole package is missing."""
+    missing = (error.name or "").split(".")[0]
+    is_missing = isinstance(error, ModuleNotFoundError) and missing not in sys.modules
+    return f"; install {missing!r} to use it" if missing and is_missing else ""
+
+
+def _methods_in(module: ModuleType, attribute: str | None) -> list[type[Method]]:
+    """The methods that a module defines, or the one that an attribute of it names."""
+    if attribute:
+        candidates = [getattr(module, attribute, None)]
     else:
         candidates = [
             value
             for value in vars(module).values()
-            if inspect.isclass(value) and value.__module__ == module.__name__
+            if getattr(value, "__module__", None) == module.__name__
         ]
-    methods = [cls for cls in candidates if issubclass(cls, Method) and not inspect.isabstract(cls)]
-    if len(methods) != 1:
-        raise ValueError(
-            f"method {name!r} is broken: {source.module} defines {len(methods)} methods; "
-            "valid: exactly one"
-        )
-    return methods[0]
+    return [
+        value
+        for value in candidates
+        if inspect.isclass(value) and issubclass(value, Method) and not inspect.isabstract(value)
+    ]
 
 
 def make_config(name: str, method: type[Method], knobs: dict[str, str]) -> MethodConfig:
@@ -100,37 +121,58 @@ def make_config(name: str, method: type[Method], knobs: dict[str, str]) -> Metho
     Raises:
         ValueError: an unknown knob, a value of the wrong type or out of range.
     """
-    known = {field.name: field for field in fields(method.Config)}
+    defaults = _defaults(method.Config)
     values: dict[str, Any] = {}
     for knob, text in knobs.items():
-        if knob not in known:
+        if knob not in defaults:
             raise ValueError(
-                f"method {name!r} has no knob {knob!r}{suggest(knob, known)}; "
-                f"valid: {', '.join(known)}"
+                f"method {name!r} has no knob {knob!r}{suggest(knob, defaults)}; "
+                f"valid: {', '.join(defaults)}"
             )
-        field = known[knob]
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        values[knob] = _parse(f"{name}.{knob}", text, default)
+        kind = _KINDS[type(defaults[knob])]
+        try:
+            values[knob] = kind.read(text)
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{name}.{knob}: {text!r} is not valid; valid: {kind.valid}"
+            ) from error
     try:
         return method.Config(**values)
     except ValueError as error:
         raise ValueError(f"method {name!r}: {error}") from error
 
 
-def _parse(knob: str, text: str, default: Any) -> Any:
-    """A knob's value, of the type of its default."""
-    kind = type(default)
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind is tuple:
-            return tuple(int(part) for part in text.split(",") if part)
-        return kind(text)
-    except (ValueError, KeyError) as error:
-        example = {bool: "true or false", int: "a whole number", float: "a number", tuple: "1,2,3"}
-        raise ValueError(
-            f"{knob}: {text!r} is not valid; valid: {example.get(kind, kind.__name__)}"
-        ) from error
+def _defaults(config: type[MethodConfig]) -> dict[str, Any]:
+    """Every knob's default; `MISSING` where it has none."""
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(config)
+    }
+
+
+class _Kind(NamedTuple):
+    """How a knob is read from text, and what its text may be."""
+
+    read: Callable[[str], Any]
+    valid: str
+
+
+def _read_finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
+_KINDS = {
+    bool: _Kind(lambda text: _BOOLS[text.lower()], "true or false"),
+    int: _Kind(int, "a whole number"),
+    float: _Kind(_read_finite, "a number"),
+    str: _Kind(str, "any text"),
+    tuple: _Kind(lambda text: tuple(map(int, text.split(","))) if text else (), "1,2,3"),
+}
+"""By the type of its default, what a knob may be; a tuple holds whole numbers."""
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
