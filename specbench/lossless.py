@@ -72,7 +72,7 @@ def compare(
             gap=None,
         )
         return Comparison("broken", ended)
-    logits_V = score(target, request.prompt, [*reference[:position], reference[position]])[-1]
+    logits_V = score(target, request.prompt, reference[: position + 1])[-1]
     key = position_key(request.key, len(request.prompt) + position, "target")
     gap = choice_gap(logits_V, sampling, key, reference[position], found[position])
     divergence = Divergence(

@@ -1,0 +1,198 @@
+"""Exact, tie or broken: how an output is compared with the reference."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from specbench.lossless import Comparison, choice_gap, compare, mean_entropy, score
+from specbench.records import Divergence
+from specbench.sampling import Sampling, gumbel, position_key, warp
+from specbench.target import Target
+from tests.drafters import (
+    ASCII_VOCAB,
+    GREEDY,
+    looping_model,
+    looping_target,
+    make_request,
+    reference,
+)
+
+REQUEST = make_request((5, 40, 12, 77), 10)
+SAMPLED = Sampling(temperature=0.8, top_p=0.9)
+
+
+@cache
+def target() -> Target:
+    return looping_target(eos_token_id=None)
+
+
+def own_logits(model: Target, prompt: tuple[int, ...], output: list[int]) -> torch.Tensor:
+    """The logits for each token of an output, from one plain forward of the model."""
+    with torch.inference_mode():
+        text = torch.tensor([[*prompt, *output]])
+        logits_TV: torch.Tensor = model.model(input_ids=text, use_cache=False).logits[0]
+    return logits_TV[len(prompt) - 1 : -1].float()
+
+
+def replaced(output: list[int], position: int, token: int) -> list[int]:
+    return [*output[:position], token, *output[position + 1 :]]
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("prompt", [(5, 40, 12, 77), (7,)])
+@pytest.mark.parametrize("num_tokens", [1, 64, 150])
+def test_scores_are_the_logits_that_each_token_was_chosen_from(
+    prompt: tuple[int, ...], num_tokens: int
+) -> None:
+    output = reference(target(), make_request(prompt, num_tokens))
+    logits_TV = score(target(), prompt, output)
+    assert logits_TV.shape == (num_tokens, ASCII_VOCAB)
+    assert logits_TV.argmax(-1).tolist() == output
+    torch.testing.assert_close(
+        logits_TV, own_logits(target(), prompt, output), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_entropy_is_in_nats_and_the_mean_over_tokens() -> None:
+    logits_TV = torch.zeros(2, 8)
+    assert mean_entropy(logits_TV) == pytest.approx(math.log(8))
+    logits_TV[1, 3] = 100
+    assert mean_entropy(logits_TV) == pytest.approx(math.log(8) / 2)
+
+
+# Greedy comparisons.
+
+
+def test_an_equal_output_is_exact() -> None:
+    output = reference(target(), REQUEST)
+    assert compare(target(), REQUEST, GREEDY, output, list(output)) == Comparison("exact", None)
+
+
+@pytest.mark.parametrize("position", [0, 4, 9])
+def test_another_token_is_broken_with_the_gap_that_the_reference_had(position: int) -> None:
+    output = reference(target(), REQUEST)
+    logits_V = own_logits(target(), REQUEST.prompt, output)[position]
+    token = int(logits_V.topk(2).indices[1])
+    found = compare(target(), REQUEST, GREEDY, output, replaced(output, position, token))
+    gap = float(logits_V[output[position]] - logits_V[token])
+    assert gap > 0.01
+    assert found.verdict == "broken" and found.divergence is not None
+    assert found.divergence.gap == pytest.approx(gap, abs=1e-4)
+    assert (found.divergence.position, found.divergence.found) == (position, token)
+    assert found.divergence.expected == output[position]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 6, 9])
+def test_an_output_that_ends_too_early_is_broken(num_tokens: int) -> None:
+    output = reference(target(), REQUEST)
+    found = compare(target(), REQUEST, GREEDY, output, output[:num_tokens])
+    ended = Divergence(position=num_tokens, expected=output[num_tokens], found=None, gap=None)
+    assert found == Comparison("broken", ended)
+
+
+def test_an_output_that_goes_on_is_broken() -> None:
+    output = reference(target(), REQUEST)
+    found = compare(target(), REQUEST, GREEDY, output, [*output, 7, 8])
+    assert found == Comparison("broken", Divergence(position=10, expected=None, found=7, gap=None))
+
+
+# Ties.
+
+
+def twin_target(dtype: torch.dtype, shade: float) -> Target:
+    """A target in which every other token's logit is a shade below its twin's."""
+    model = looping_model(eos_token_id=None)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[1::2] = head[:-1:2] * (1 - shade)
+    nn.Module.to(model, dtype)
+    return Target(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shade", "verdict"),
+    [
+        (torch.float32, 1e-6, "tie"),
+        (torch.float32, 1e-2, "broken"),
+        (torch.bfloat16, 1e-2, "tie"),
+        (torch.bfloat16, 0.5, "broken"),
+        (torch.float16, 1e-3, "tie"),
+        (torch.float16, 0.5, "broken"),
+    ],
+    ids=str,
+)
+def test_twins_tie_within_what_the_dtype_can_tell_apart(
+    dtype: torch.dtype, shade: float, verdict: str
+) -> None:
+    model = twin_target(dtype, shade)
+    output = reference(model, REQUEST)
+    position = next(i for i, token in enumerate(output) if i and token % 2 == 0)
+    twin = output[position] + 1
+    logits_V = own_logits(model, REQUEST.prompt, output)[position]
+    found = compare(model, REQUEST, GREEDY, output, replaced(output, position, twin))
+    assert found.verdict == verdict
+    assert found.divergence is not None and found.divergence.gap is not None
+    expected = abs(float(logits_V[twin] - logits_V[output[position]]))
+    assert found.divergence.gap == pytest.approx(expected, abs=0.1)
+
+
+# Above temperature 0.
+
+
+@pytest.mark.parametrize("position", [0, 5])
+def test_above_temperature_0_the_noise_of_the_position_counts(position: int) -> None:
+    output = reference(target(), REQUEST, SAMPLED)
+    logits_V = own_logits(target(), REQUEST.prompt, output)[position]
+    key = position_key(REQUEST.key, len(REQUEST.prompt) + position, "target")
+    logp_V = warp(logits_V[None], SAMPLED)[0]
+    noise_V = gumbel([key], torch.arange(ASCII_VOCAB))[0]
+    best, second = (logp_V + noise_V).topk(2).indices.tolist()
+    assert best == output[position] and logp_V[second] > -math.inf
+    gap = float(logits_V[best] - logits_V[second]) + 0.8 * float(noise_V[best] - noise_V[second])
+    found = compare(target(), REQUEST, SAMPLED, output, replaced(output, position, second))
+    assert found.divergence is not None
+    assert (found.verdict, found.divergence.found) == ("broken", second)
+    assert found.divergence.gap == pytest.approx(gap, abs=1e-4)
+
+
+def test_near_ties_of_the_noisy_scores_are_ties() -> None:
+    logits_V = torch.tensor([1.0, 0.0, -1.0])
+    noise_V = gumbel([7], torch.arange(3))[0]
+    logits_V[1] = float(logits_V[0] + 0.5 * (noise_V[0] - noise_V[1])) - 1e-4
+    sampling = Sampling(temperature=0.5)
+    assert choice_gap(logits_V, sampling, 7, 0, 1) == pytest.approx(1e-4, abs=1e-6)
+    assert choice_gap(logits_V, sampling, 8, 0, 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept", "just_removed", "removed"),
+    [
+        # Masses 0.55, 0.37, 0.05, 0.03.
+        (Sampling(temperature=1.0, top_p=0.91), 1, 2, 3),
+        (Sampling(temperature=1.0, top_k=1), 0, 1, 2),
+    ],
+)
+def test_a_token_that_the_warpers_remove_by_more_than_a_hair_has_no_chance(
+    sampling: Sampling, kept: int, just_removed: int, removed: int
+) -> None:
+    logits_V = torch.tensor([0.55, 0.37, 0.05, 0.03]).log()
+    logp_V = warp(logits_V[None], sampling)[0]
+    assert logp_V[kept] > -math.inf and logp_V[just_removed] == logp_V[removed] == -math.inf
+    assert math.isfinite(choice_gap(logits_V, sampling, 3, 0, kept))
+    assert math.isfinite(choice_gap(logits_V, sampling, 3, 0, just_removed))
+    assert choice_gap(logits_V, sampling, 3, 0, removed) == math.inf
+
+
+def test_a_token_outside_the_nucleus_is_broken_without_a_gap() -> None:
+    sampling = Sampling(temperature=0.8, top_k=3)
+    output = reference(target(), REQUEST, sampling)
+    least = int(own_logits(target(), REQUEST.prompt, output)[2].argmin())
+    found = compare(target(), REQUEST, sampling, output, replaced(output, 2, least))
+    assert found == Comparison(
+        "broken", Divergence(position=2, expected=output[2], found=least, gap=None)
+    )
