@@ -115,6 +115,7 @@ class Decoder:
         proposal = self.method.propose(Batch(self.rows, self.cache), budgets)
         self.lap("draft")
         check_proposal(proposal, self.rows, budgets, self.target.vocab_size)
+        self.lap("bookkeeping")
         forward = self.target.forward(
             proposal.tokens_BN,
             proposal.trees,
