@@ -393,7 +393,8 @@ def test_method_and_controller_are_told_what_happens_in_order() -> None:
         "keep []",
     ]
     assert controller.seen == [[], [2, 2], [1]]
-    step = ["bookkeeping", "draft", "forward", "bookkeeping", "draft", "bookkeeping"]
+    drafting, verifying = ["bookkeeping", "draft"], ["bookkeeping", "forward"]
+    step = [*drafting, *verifying, *drafting, "bookkeeping"]
     assert laps == ["prefill", *step, *step]
 
 
