@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# One thread for each process, and no spinning: several share the cores.
-export OMP_NUM_THREADS := 1
-export OMP_WAIT_POLICY := PASSIVE
-export TOKENIZERS_PARALLELISM := false
 
 .PHONY: setup bench test lint check leaderboard
+
+# One thread for each process, and no spinning: tests start several.
+test: export OMP_NUM_THREADS := 1
+test: export OMP_WAIT_POLICY := PASSIVE
 
 setup: $(READY)
 

@@ -112,9 +112,9 @@ def _knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from specbench import cluster, plan
-
     with _terminable():
+        from specbench import cluster, plan
+
         todo = _plan(arguments)
         try:
             run = cluster.run(todo, use_ray=not arguments.no_ray)

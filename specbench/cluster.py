@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from specbench.worker import Worker
 
 _PATIENCE_S = 60.0
 """How long to wait for a worker without a word."""
+_KNOCK_S = 10.0
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Only prompts and records go through it; Ray's default is a third of the memory."""
 
@@ -278,7 +280,7 @@ def session(**options: Any) -> Iterator[Any]:
     stopped afterwards.
 
     Args:
-        options: more for ``ray.init``.
+        options: for ``ray.init``, over our own.
 
     Raises:
         ValueError: the cluster cannot be reached, or Ray cannot start.
@@ -291,9 +293,9 @@ def session(**options: Any) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    address = os.environ.get("RAY_ADDRESS") or "local"
     try:
-        _start_ray(ray, address, options)
+        with _undisturbed():
+            _start_ray(ray, os.environ.get("RAY_ADDRESS") or "local", options)
         yield ray
     finally:
         with _undisturbed():
@@ -301,22 +303,34 @@ def session(**options: Any) -> Iterator[Any]:
 
 
 def _start_ray(ray: Any, address: str, options: dict[str, Any]) -> None:
-    own: dict[str, Any] = {
-        "num_cpus": _num_own_cores(),
-        "num_gpus": torch.cuda.device_count(),
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-    }
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    handler = signal.getsignal(signal.SIGTERM)
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        settings |= {
+            "num_cpus": _num_own_cores(),
+            "num_gpus": torch.cuda.device_count(),
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
     try:
-        ray.init(address, **(own if address == "local" else {}), **quiet, **options)
+        _reach(address)
+        ray.init(address, **(settings | options))
     except (OSError, RuntimeError, ValueError) as error:
         where = "Ray cannot start" if address == "local" else f"no Ray cluster at {address}"
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}; --no-ray does without") from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        raise ValueError(f"{where}: {in_one_line(error)}; --no-ray does without") from error
+    except SystemExit as end:
+        # Ray takes SIGTERM over while it starts.
+        raise KeyboardInterrupt from end
+
+
+def _reach(address: str) -> None:
+    """Knocks at a cluster's door: Ray itself would try for a quarter of an hour.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def _num_own_cores() -> int | None:
@@ -328,12 +342,19 @@ def _num_own_cores() -> int | None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No Ctrl-C while processes are being stopped."""
+    """Ctrl-C waits until Ray's processes are up or down: half of them would stay behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arrived: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = {one: signal.getsignal(one) for one in signals}
+    for one in signals:
+        signal.signal(one, lambda number, frame: arrived.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    if arrived:
+        raise KeyboardInterrupt

@@ -4,6 +4,7 @@ package that break in all ways, and what two runs must have in common."""
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,7 @@ _ENTRY_POINTS = """[specbench.methods]
 idle = drafters_that_break:Idle
 breaks = drafters_that_break:Breaks
 dies = drafters_that_break:Dies
+dies_once = drafters_that_break:Dies
 crowded = drafters_that_break:Crowded
 slow = drafters_that_break:Slow
 listens = drafters_that_break:Listens
@@ -214,3 +216,11 @@ def inodes(folder: Path, shards: Sequence[str]) -> dict[str, int]:
     """Which file each shard's is: a shard that is written again is another one."""
     paths = {shard: shard_path(folder, shard) for shard in shards}
     return {shard: path.stat().st_ino for shard, path in paths.items() if path.exists()}
+
+
+def wait_for_shards(folder: Path, count: int, timeout_s: float = 120.0) -> None:
+    """Waits until so many shards are filed."""
+    deadline = time.monotonic() + timeout_s
+    while len(list(folder.glob("shards/*.jsonl"))) < count:
+        assert time.monotonic() < deadline, "no shard was finished in time"
+        time.sleep(0.05)
