@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 
+from specbench.decode import Decoder
+from specbench.depth import Fixed
 from specbench.method import Request
 from specbench.sampling import Sampling
 from specbench.target import Target
@@ -87,9 +89,12 @@ def test_a_prompt_is_decoded_alike_whatever_came_before(setting: Setting) -> Non
     first, again = (decode(target(), method, [request], REJECTION)[0] for _ in range(2))
     decode(target(), method, others, max_rows=4)
     afterwards = decode(target(), method, [request], REJECTION)[0]
-    fresh_method = make_method.__wrapped__(target(), setting)
-    fresh = decode(target(), fresh_method, [request], REJECTION)[0]
-    for row in (again, afterwards, fresh):
+    abandoned = Decoder(target(), method, Fixed(*BUDGET), GREEDY, max_rows=3)
+    abandoned.join(others[:3])
+    abandoned.step()
+    after_failure = decode(target(), method, [request], REJECTION)[0]
+    fresh = decode(target(), make_method.__wrapped__(target(), setting), [request], REJECTION)[0]
+    for row in (again, afterwards, after_failure, fresh):
         assert (row.output, row.steps) == (first.output, first.steps)
 
 
