@@ -25,15 +25,15 @@ class DraftModelConfig(MethodConfig):
 
     Args:
         model: Hub name, folder or GGUF file of the drafter; ``int8``: a copy of the target with
-        8-bit linear layers;
-            ``layers``: a copy with only some of its layers.
-        layers: how many layers that copy keeps.
+            8-bit linear layers; ``layers``: a copy with only some of its layers; ``copy``: the
+            former on a CPU, the latter elsewhere, where there are no 8-bit kernels.
+        layers: how many layers a copy keeps; 0 for a quarter of them.
         branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
     """
 
     depth: int = 3
-    model: str = "int8"
-    layers: int = 8
+    model: str = "copy"
+    layers: int = 0
     branching: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class DraftModelConfig(MethodConfig):
             raise ValueError(
                 f"branching {self.branching} is out of range; valid: 1 or more at each level"
             )
-        if self.layers < 1:
-            raise ValueError(f"layers {self.layers} is out of range; valid: 1 or more")
+        if self.layers < 0:
+            raise ValueError(f"layers {self.layers} is out of range; valid: 0 or more")
 
 
 class DraftModel(Method):
@@ -54,7 +54,8 @@ class DraftModel(Method):
     def __init__(self, target: Target, config: DraftModelConfig) -> None:
         super().__init__(target, config)
         self.knobs = config
-        self.drafter = _load_drafter(target, config)
+        self.model = default_copy(target.device) if config.model == "copy" else config.model
+        self.drafter = _load_drafter(target, self.model, config.layers)
         check_vocabulary(self.drafter, target)
         self.cache = self.drafter.new_cache(1)
         self.num_run: list[int] = []
@@ -63,11 +64,11 @@ class DraftModel(Method):
     @property
     def label(self) -> str:
         """What the drafter is."""
-        if self.knobs.model == "int8":
+        if self.model == "int8":
             return "int8 copy of the target"
-        if self.knobs.model == "layers":
-            return f"{self.knobs.layers} of the target's {self.target.num_layers} layers"
-        return self.knobs.model
+        if self.model == "layers":
+            return f"{self.drafter.num_layers} of the target's {self.target.num_layers} layers"
+        return self.model
 
     @property
     def num_extra_bytes(self) -> int:
@@ -165,14 +166,17 @@ class DraftModel(Method):
         return super().describe() | {"num_parameters": self.drafter.num_parameters}
 
 
-def _load_drafter(target: Target, config: DraftModelConfig) -> Target:
-    if config.model == "int8":
+def default_copy(device: torch.device) -> str:
+    """What kind of copy drafts for a target: only a CPU has 8-bit kernels here."""
+    return "int8" if device.type == "cpu" else "layers"
+
+
+def _load_drafter(target: Target, model: str, num_layers: int) -> Target:
+    if model == "int8":
         return int8_copy(target)
-    if config.model == "layers":
-        return layers_copy(target, config.layers)
-    return load_target(
-        config.model, dtype=str(target.dtype).removeprefix("torch."), device=target.device
-    )
+    if model == "layers":
+        return layers_copy(target, num_layers or max(1, target.num_layers // 4))
+    return load_target(model, dtype=str(target.dtype).removeprefix("torch."), device=target.device)
 
 
 def check_vocabulary(drafter: Target, target: Target) -> None:

@@ -67,7 +67,6 @@ class EarlyExit(Method):
         super().__init__(target, config)
         self.knobs = config
         self.skip = _layers_to_skip(target, config)
-        self.first_skipped = min(self.skip)
 
     @property
     def label(self) -> str:

@@ -146,12 +146,11 @@ class Decoder:
         return rows
 
     def _budgets(self) -> list[Budget]:
-        """The controller's budgets, cut where the token budget or the context ends; a root needs
-        no budget."""
+        """The controller's budgets, cut so that drafts and bonus stay within the token budget; that
+        lies within the context."""
         budgets = []
         for row, budget in zip(self.rows, self.controller.choose(self.rows), strict=True):
-            room = min(row.num_left - 1, self.target.max_context - len(row.tokens))
-            depth = max(0, min(budget.depth, room))
+            depth = min(budget.depth, row.num_left - 1)
             budgets.append(Budget(depth, budget.nodes if depth else 0))
         return budgets
 

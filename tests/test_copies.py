@@ -60,7 +60,9 @@ def test_a_row_of_the_int8_copy_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_the_int8_copy_keeps_the_positions_of_a_half_precision_target_exact() -> None:
-    target = Target(tiny_model().to(torch.bfloat16))
+    model = tiny_model()
+    torch.nn.Module.to(model, torch.bfloat16)
+    target = Target(model)
     copied = int8_copy(target)
     assert copied.dtype == torch.float32
     ours = dict(copied.model.named_buffers())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -15,6 +16,7 @@ from specbench.depth import DepthController, Fixed
 from specbench.method import Budget, Method, Row, Verdict
 from specbench.sampling import Sampling
 from specbench.target import Target
+from specbench_methods.draft_model import default_copy
 from tests.drafters import (
     ASCII_VOCAB,
     BUDGET,
@@ -225,7 +227,7 @@ def test_a_row_that_does_not_draft_for_some_steps_catches_up_later() -> None:
     ("knobs", "message"),
     [
         ({"branching": "2,0"}, r"branching \(2, 0\) is out of range; valid: 1 or more"),
-        ({"layers": "0"}, "layers 0 is out of range; valid: 1 or more"),
+        ({"layers": "-1"}, "layers -1 is out of range; valid: 0 or more"),
         ({"model": "layers", "layers": "5"}, r"layers 5 is out of range; valid: 1\.\.4"),
         ({"model": "no/such folder"}, "no/such folder"),
     ],
@@ -245,3 +247,10 @@ def test_it_says_what_drafts_and_how_large_that_is() -> None:
     assert whole.num_extra_bytes > int8.num_extra_bytes > whole.num_extra_bytes / 4
     assert half.describe()["num_parameters"] < whole.describe()["num_parameters"]
     assert half.describe()["layers"] == 2
+
+
+def test_without_knobs_a_copy_drafts_that_the_device_can_run() -> None:
+    assert make_method(target(), Setting("draft_model", ())).label == "int8 copy of the target"
+    assert [default_copy(torch.device(kind)) for kind in ("cpu", "cuda")] == ["int8", "layers"]
+    quarter = make_method(target(), Setting("draft_model", (("model", "layers"),)))
+    assert quarter.label == "1 of the target's 4 layers"

@@ -24,7 +24,7 @@ from tests.drafters import SETTINGS, Setting, decode, looping_target, make_metho
 SAMPLING = Sampling(temperature=2.0, top_p=0.95)
 PROMPT = (3,)
 VOCAB, LENGTH = 6, 3
-NUM_OUTPUTS = 500
+NUM_OUTPUTS = 400
 LEVEL = 1e-3
 """The chance of any false alarm over all methods."""
 POWER = 0.99

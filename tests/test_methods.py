@@ -44,11 +44,11 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> Target:
 PROMPT = (5, 40, 12, 77, 31, 5, 40)
 MIXED = [
     make_request((9,), 7),
-    make_request(range(10, 27), 12),
+    make_request(range(10, 27), 9),
     make_request((3, 4, 3, 4, 3), 1),
-    make_request([20, 21, 22] * 14, 9),
-    make_request(PROMPT, 12),
-    make_request((50, 50), 5),
+    make_request([20, 21, 22] * 14, 6),
+    make_request(PROMPT, 9),
+    make_request((50, 50), 4),
 ]
 """Short and long prompts and budgets, more than there are places in a batch."""
 
