@@ -20,6 +20,8 @@ from specbench.tree import Tree, merge_paths
 
 # Matches to look at for each continuation wanted: many occurrences go on alike.
 _TRIES = 8
+# The index holds every suffix of every length.
+_LONGEST_MATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +44,19 @@ class NgramConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.min_match <= self.max_match:
+        if not 1 <= self.min_match <= self.max_match <= _LONGEST_MATCH:
             raise ValueError(
                 f"min_match {self.min_match} and max_match {self.max_match} are out of range; "
-                "valid: 1 <= min_match <= max_match"
+                f"valid: 1 <= min_match <= max_match <= {_LONGEST_MATCH}"
             )
         if self.tokens_per_match < 0:
             raise ValueError(
                 f"tokens_per_match {self.tokens_per_match} is out of range; valid: 0 or more"
             )
-        if self.branches < 1:
-            raise ValueError(f"branches {self.branches} is out of range; valid: 1 or more")
+        if not 1 <= self.branches <= self.max_nodes:
+            raise ValueError(
+                f"branches {self.branches} is out of range; valid: 1..{self.max_nodes} (max_nodes)"
+            )
 
 
 class _Match(NamedTuple):

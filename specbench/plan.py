@@ -182,7 +182,9 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
     if not isinstance(settings, dict):
         raise ValueError(f"{folder} cannot go on: its run.json has no settings")
     started = provenance.collect()
-    config = RunConfig.from_dict(settings | ({"workers": num_workers} if num_workers else {}))
+    config = RunConfig.from_dict(
+        settings | ({"workers": num_workers} if num_workers is not None else {})
+    )
     damaged = {
         name: reason for name in info["shards"] if (reason := _why_open(folder, name)) is not None
     }

@@ -33,6 +33,8 @@ class Progress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
+            # Without Ray it is drawn in the process that measures.
+            refresh_per_second=1,
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task(

@@ -75,7 +75,8 @@ def warp(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """
     assert not sampling.greedy, "at temperature 0 there is no distribution, only an argmax"
     logits_MV = logits_MV if logits_MV.dtype == torch.float64 else logits_MV.float()
-    logits_MV = logits_MV / sampling.temperature
+    # The largest is 0 first: divided by a tiny temperature it would overflow.
+    logits_MV = (logits_MV - logits_MV.amax(-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits_MV.shape[-1]:
         logp_MV = _keep_from(logits_MV, logits_MV.topk(sampling.top_k).values[:, -1:])
     else:

@@ -49,6 +49,8 @@ def read_file(path: Path, name: str) -> Source:
     if not path.is_file():
         raise ValueError(f"no file {str(path)!r}")
     data = path.read_bytes()
+    if broken := _broken_row(path):
+        raise ValueError(f"cannot read {path.name}: {broken}")
     rows = _read_rows(path) if data.strip() else []
     prompts = _prompts(rows, where=path.name, name=name)
     return Source(prompts=prompts, sha256=hashlib.sha256(data).hexdigest())
@@ -97,8 +99,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
                 cache_dir=cache,
                 keep_in_memory=True,
             )
-        except (OSError, ValueError, DatasetsError) as error:
-            reason = _broken_row(path) or _reason(error.__cause__ or error)
+        except (OSError, EOFError, ValueError, DatasetsError) as error:
+            reason = _reason(error.__cause__ or error)
             raise ValueError(f"cannot read {path.name}: {reason}") from error
         return _rows(loaded, where=path.name)
 
@@ -125,7 +127,7 @@ def _broken_row(path: Path) -> str:
         try:
             if not isinstance(json.loads(line), dict):
                 return f"row {number} is no JSON object"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"row {number} is not JSON: {error}"
     return ""
 

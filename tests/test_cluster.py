@@ -17,10 +17,11 @@ from specbench.cluster import Pool, run, session
 from specbench.config import RunConfig
 from specbench.layout import Node, plan_layout
 from specbench.progress import Progress
-from specbench.records import Run, read_info, read_run
+from specbench.records import Run, read_info
 from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
+    inodes,
     installed_methods,
     outputs,
     tiny_config,
@@ -168,12 +169,15 @@ def test_a_lost_node_costs_no_record(
     )
     node = cluster.add_node(num_cpus=1)
     write_prompts(tmp_path / "chat.jsonl", chat_prompts(16))
-    settings = tiny_config(
-        folder / "target",
-        tmp_path / "chat.jsonl",
-        "slow",
-        knobs={"slow": {"seconds": "0.05"}},
-    )
+
+    def settings(seconds: str) -> RunConfig:
+        return tiny_config(
+            folder / "target",
+            tmp_path / "chat.jsonl",
+            "slow",
+            prompts=16,
+            knobs={"slow": {"seconds": seconds}},
+        )
 
     def lose_node() -> None:
         wait_for_shards(tmp_path / "run", 1)
@@ -184,19 +188,21 @@ def test_a_lost_node_costs_no_record(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", cluster.address)
             killer.start()
-            found = measure(settings, tmp_path / "run")
+            # Slow enough for both workers to be at a shard when one is lost.
+            found = measure(settings("0.1"), tmp_path / "run")
         killer.join()
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
     assert found.info["provenance"]["workers"] == 2
     assert "is tried again: the worker died" in capsys.readouterr().err
     assert found.missing_shards == [] and found.failures == []
-    here = measure(settings, tmp_path / "here", use_ray=False)
+    here = measure(settings("0"), tmp_path / "here", use_ray=False)
     assert outputs(found) == outputs(here)
 
 
 def test_ctrl_c_ends_a_run_on_ray_and_its_processes(folder: Path, tmp_path: Path) -> None:
-    """As a terminal sends it: to the whole group. What is finished is kept."""
+    """As a terminal sends it: to the whole group. What is finished is kept, the rest is done by a
+    run that goes on."""
     words = (
         "run --target target --workloads chat.jsonl --methods slow --set slow.seconds=0.1 "
         f"--max-new-tokens 8 --rounds 1 --dtype float32 --workers 1 --out {tmp_path}/run"
@@ -216,7 +222,10 @@ def test_ctrl_c_ends_a_run_on_ray_and_its_processes(folder: Path, tmp_path: Path
     assert process.returncode == 130, err
     assert err.splitlines()[-1].startswith("specbench: interrupted; what is finished is kept")
     assert out == "" and "Traceback" not in err
-    assert len(read_run(tmp_path / "run").missing_shards) == 1
+    (finished,) = inodes(tmp_path / "run", read_info(tmp_path / "run")["shards"]).items()
     assert len(started) >= 3
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
+    resumed = run(plan.resume(tmp_path / "run"), use_ray=False)
+    assert resumed.missing_shards == [] and len(resumed.references) == 11
+    assert finished in inodes(tmp_path / "run", resumed.info["shards"]).items()

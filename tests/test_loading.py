@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from specbench.target import DEFAULT_TARGET, DTYPES, load_target, loading, packing
@@ -353,3 +355,45 @@ def test_the_default_target_loads_and_knows_a_capital() -> None:
     target.prefill(tokens[:-1], cache, cache.add_row())
     out = target.forward(torch.tensor([tokens[-1:]]), [Tree.chain(0)], cache)
     assert target.tokenizer.decode(out.logits_BMV[0, -1].argmax()) == " Paris"
+
+
+def rewrite_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the weights of a saved model in place."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp"),
+        (
+            lambda w: w.update({"model.layers.4.mlp.up_proj.weight": torch.zeros(64, 32)}),
+            r"does not count: model\.layers\.4\.mlp",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fill_the_model_is_refused_by_the_weights_name(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], said: str
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    rewrite_weights(folder, change)
+    with pytest.raises(ValueError, match=said):
+        load_target(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_change_with_the_longest_row_are_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": kind, "factor": 2.0}
+    if kind == "longrope":
+        config["rope_parameters"] |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        config["rope_parameters"]["original_max_position_embeddings"] = 128
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"has {kind} rotary embeddings"):
+        load_target(str(folder), dtype="float32")

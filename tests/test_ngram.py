@@ -145,7 +145,9 @@ def test_a_step_indexes_the_new_tokens_only() -> None:
     [
         ({"min_match": "5"}, "valid: 1 <= min_match <= max_match"),
         ({"min_match": "0"}, "valid: 1 <= min_match <= max_match"),
-        ({"branches": "0"}, "branches 0 is out of range; valid: 1 or more"),
+        ({"branches": "0"}, "branches 0 is out of range; valid: 1"),
+        ({"branches": "65"}, "branches 65 is out of range; valid: 1..64"),
+        ({"max_match": "65"}, "max_match <= 64"),
         ({"tokens_per_match": "-1"}, "tokens_per_match -1 is out of range; valid: 0 or more"),
         ({"depth": "-1"}, "depth -1 is out of range; valid: 0 or more"),
         ({"max_nodes": "0"}, "max_nodes 0 is out of range; valid: 1 or more"),

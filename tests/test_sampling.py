@@ -294,3 +294,10 @@ def test_bad_settings_are_refused_with_the_valid_ones(
 def test_only_temperature_0_is_greedy() -> None:
     assert Sampling().greedy
     assert not Sampling(temperature=0.01).greedy
+
+
+def test_a_tiny_temperature_is_the_argmax_and_not_an_overflow() -> None:
+    logits_MV = torch.tensor([[1.0, 30.0, 2.0], [5.0, -7.0, 4.9]])
+    logp_MV = warp(logits_MV, Sampling(temperature=1e-40))
+    assert logp_MV.argmax(-1).tolist() == [1, 0]
+    assert torch.equal(logp_MV.amax(-1), torch.zeros(2))

@@ -258,6 +258,7 @@ def test_json_lists_gzipped_files_and_awkward_paths_are_read(tmp_path: Path) -> 
         ([{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}], "row 2: its id '1' is taken"),
         ([{"text": "a", "label": 1}], "has the fields text, label; valid: 'turns' or 'prompt'"),
         ([{"prompt": "a"}, "b"], "row 2 is no JSON object"),
+        ([None], "row 1 is no JSON object"),
         ([], "holds no prompts"),
     ],
 )

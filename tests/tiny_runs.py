@@ -185,13 +185,13 @@ def chat_prompts(count: int = 8) -> list[dict[str, Any]]:
     ]
 
 
-def tiny_config(target: Path, prompts: Path, *methods: str, **settings: Any) -> RunConfig:
+def tiny_config(target: Path, source: Path, *methods: str, **settings: Any) -> RunConfig:
     """A short run in float32."""
     defaults: dict[str, Any] = {"dtype": "float32", "max_new_tokens": 6, "rounds": 1}
     return RunConfig(
         target=str(target),
         methods=methods or ("vanilla",),
-        workloads=(str(prompts),),
+        workloads=(str(source),),
         **(defaults | settings),
     )
 

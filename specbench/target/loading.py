@@ -3,14 +3,14 @@ be decoded rightly."""
 
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,18 +30,11 @@ from specbench.target.model import Target, in_one_line
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _ALIBI = frozenset({"bloom", "mpt"})
 _VALID = f"valid: {DEFAULT_TARGET}, a Hub name, a folder or a GGUF file"
-# What the loaders of others raise for files that are missing, damaged or unknown to them.
-_FAILURES = (
-    OSError,
-    ValueError,
-    LookupError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
+# A decoder layer's weight, not a vision tower's.
+_LAYER = re.compile(r"^(?!.*vision)(?:.*\.)?(?:layers|h|blocks)\.\d+\.")
 _RECURRENT = ("linear", "conv", "hybrid", "mamba", "recurrent")
 _DEFAULT_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -104,12 +97,16 @@ def load_target(
     if num_devices > 1:
         options["device_map"] = "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **options
+        )
+        model, loaded = found
         tokenizer = load_tokenizer(folder)
-    except _FAILURES as error:
+    except Exception as error:
         raise ValueError(f"cannot load target {source!r}: {in_one_line(error)}") from error
+    _check_complete(loaded, source)
     if num_devices <= 1:
-        model = model.to(device)  # type: ignore[arg-type]
+        model = model.to(device)
     elif any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"target {source!r} does not fit into the memory of {num_devices} devices")
     target = Target(model, tokenizer, name=source, pack=pack)
@@ -117,6 +114,20 @@ def load_target(
         gguf = _DEFAULT_GGUF if source == DEFAULT_TARGET else Path(source).name
         target.note = f"weights de-quantised from {gguf}, not those of a Hub release"
     return target
+
+
+def _check_complete(loaded: Mapping[str, Any], source: str) -> None:
+    """Refuses weights that do not fill the model: transformers would draw the missing ones at
+    random, and leave out layers that the config does not count."""
+    layers = [key for key in loaded["unexpected_keys"] if _LAYER.search(key)]
+    for problem, keys in (
+        ("lacks", loaded["missing_keys"]),
+        ("has another shape for", [key for key, *_ in loaded["mismatched_keys"]]),
+        ("has layers that its config.json does not count:", layers),
+    ):
+        if keys:
+            first, more = min(keys), f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ValueError(f"the checkpoint of target {source!r} {problem} {first}{more}")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -167,7 +178,7 @@ def refuse_unsupported(folder: str | Path, name: str, **options: Any) -> PreTrai
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, **options
         )
-    except _FAILURES as error:
+    except Exception as error:
         raise ValueError(f"cannot load target {name!r}: {in_one_line(error)}; {_VALID}") from error
     reason = _why_unsupported(config)
     if reason:
@@ -190,6 +201,13 @@ def _why_unsupported(config: PreTrainedConfig) -> str | None:
         return "has local attention by cache slot: a token tree would be given the wrong window"
     if _is_recurrent(text):
         return "has recurrent layers, whose state cannot be rolled back"
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in _ROPE_BY_LENGTH:
+            return (
+                f"has {rope['rope_type']} rotary embeddings, which change with the longest row: "
+                "an output would depend on its batch and its drafts"
+            )
     try:
         mask_kinds(text)
     except ValueError as error:
@@ -245,7 +263,7 @@ def _convert_gguf(path: Path, name: str) -> Path:
         except OSError:
             if not (folder / "config.json").is_file():
                 raise
-    except _FAILURES as error:
+    except Exception as error:
         raise ValueError(f"cannot convert {path.name}: {in_one_line(error)}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
