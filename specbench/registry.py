@@ -82,7 +82,14 @@ def load_method(name: str) -> type[Method]:
         raise ValueError(
             f"method {name!r} is broken: {place} defines {len(methods)} methods; valid: exactly one"
         )
-    for knob, default in _defaults(methods[0].Config).items():
+    config = methods[0].Config
+    for knob in vars(config).get("__annotations__", {}):
+        if knob not in config.__dataclass_fields__:
+            raise ValueError(
+                f"method {name!r} is broken: {config.__name__}.{knob} is no field; "
+                "decorate the class with @dataclass(frozen=True, kw_only=True)"
+            )
+    for knob, default in _defaults(config).items():
         if type(default) not in _KINDS:
             raise ValueError(
                 f"method {name!r} is broken: knob {knob!r} has no default of a known type; "

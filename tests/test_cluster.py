@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_a_lost_node_costs_no_record(
             patch.setenv("RAY_ADDRESS", cluster.address)
             killer.start()
             # Slow enough for both workers to be at a shard when one is lost.
-            found = measure(settings("0.1"), tmp_path / "run")
+            found = measure(settings("0.4"), tmp_path / "run")
         killer.join()
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
@@ -204,7 +205,7 @@ def test_ctrl_c_ends_a_run_on_ray_and_its_processes(folder: Path, tmp_path: Path
     """As a terminal sends it: to the whole group. What is finished is kept, the rest is done by a
     run that goes on."""
     words = (
-        "run --target target --workloads chat.jsonl --methods slow --set slow.seconds=0.1 "
+        "run --target target --workloads chat.jsonl --methods slow --set slow.seconds=0.3 "
         f"--max-new-tokens 8 --rounds 1 --dtype float32 --workers 1 --out {tmp_path}/run"
     )
     with subprocess.Popen(
@@ -214,6 +215,8 @@ def test_ctrl_c_ends_a_run_on_ray_and_its_processes(folder: Path, tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # These tests may themselves run in the background, where a shell ignores Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         wait_for_shards(tmp_path / "run", 1)
         started = psutil.Process(process.pid).children(recursive=True)

@@ -251,3 +251,15 @@ class Config(MethodConfig):
     )
     with pytest.raises(ValueError, match="is broken: knob 'path' has no default of a known type"):
         load_method(name)
+
+
+def test_a_knob_of_a_config_without_its_decorator_is_named(own: Path) -> None:
+    name = own.name
+    config = "class Config(MethodConfig):\n    period: int = 2\n"
+    (own / f"{name}.py").write_text(
+        METHOD.replace("class Idle", f"{config}\n\nclass Idle").replace(
+            "    def", "    Config = Config\n    def"
+        )
+    )
+    with pytest.raises(ValueError, match=r"Config\.period is no field; decorate the class with"):
+        load_method(name)
