@@ -205,12 +205,12 @@ def test_ctrl_c_ends_a_run_on_ray_and_its_processes(folder: Path, tmp_path: Path
     """As a terminal sends it: to the whole group. What is finished is kept, the rest is done by a
     run that goes on."""
     words = (
-        "run --target target --workloads chat.jsonl --methods slow --set slow.seconds=0.3 "
-        f"--max-new-tokens 8 --rounds 1 --dtype float32 --workers 1 --out {tmp_path}/run"
+        f"run --target {folder}/target --workloads {folder}/chat.jsonl --methods slow "
+        "--set slow.seconds=0.3 --max-new-tokens 8 --rounds 1 --dtype float32 --workers 1 "
+        f"--out {tmp_path}/run"
     )
     with subprocess.Popen(
         [sys.executable, "-m", "specbench.cli", *words.split()],
-        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
