@@ -6,6 +6,7 @@ weights. Prompts travel with their shards.
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -88,7 +89,8 @@ def _file(plan: Plan, shard: Shard, outcome: list[Record] | str, progress: Progr
 
 def _run_on_ray(plan: Plan, progress: Progress) -> None:
     """Shards on actors, one per device."""
-    with session() as ray:
+    # Ray tells of dead workers on standard output, which is for the tables.
+    with contextlib.redirect_stdout(io.StringIO()), session() as ray:
         nodes = [
             Node(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
             for node in ray.nodes()
@@ -269,9 +271,8 @@ class Actor:
 
 def _why_lost(error: Exception) -> str:
     """Ray's story of a lost worker in one line."""
-    lines = str(error).splitlines()
-    telling = [line for line in lines if "exit" in line.lower() or "memory" in line.lower()]
-    return f"the worker died: {textwrap.shorten((telling or lines or [''])[0], 160)}"
+    story, _, detail = str(error).partition("Worker exit detail:")
+    return f"the worker died: {textwrap.shorten(detail or story, 120, placeholder=' ...')}"
 
 
 @contextlib.contextmanager

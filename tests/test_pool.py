@@ -80,7 +80,7 @@ class Reference:
 
 
 READY: dict[str, Any] = {"gpus": []}
-LOST = Lost("Worker exits with code 7")
+LOST = Lost("The actor died.\n\tWorker exit detail: Worker exits with code 7")
 
 
 def records(_: int, shard: Shard) -> list[Record]:
