@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from specbench.drafting import draft_tree
-from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict
+from specbench.drafting import BranchingConfig, draft_tree
+from specbench.method import Batch, Budget, Method, Proposal, Row, Verdict, pad_rows
 from specbench.target import Target, load_target
 from specbench.target.copies import int8_copy, layers_copy
 from specbench.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelConfig(MethodConfig):
+class DraftModelConfig(BranchingConfig):
     """Knobs of the draft model.
 
     Args:
@@ -28,20 +28,14 @@ class DraftModelConfig(MethodConfig):
             8-bit linear layers; ``layers``: a copy with only some of its layers; ``copy``: the
             former on a CPU, the latter elsewhere, where there are no 8-bit kernels.
         layers: how many layers a copy keeps; 0 for a quarter of them.
-        branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
     """
 
     depth: int = 3
     model: str = "copy"
     layers: int = 0
-    branching: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(children < 1 for children in self.branching):
-            raise ValueError(
-                f"branching {self.branching} is out of range; valid: 1 or more at each level"
-            )
         if self.layers < 0:
             raise ValueError(f"layers {self.layers} is out of range; valid: 0 or more")
 
@@ -50,10 +44,10 @@ class DraftModel(Method):
     """A causal language model drafts for the target."""
 
     Config = DraftModelConfig
+    config: DraftModelConfig
 
     def __init__(self, target: Target, config: DraftModelConfig) -> None:
         super().__init__(target, config)
-        self.knobs = config
         self.model = default_copy(target.device) if config.model == "copy" else config.model
         self.drafter = _load_drafter(target, self.model, config.layers)
         check_vocabulary(self.drafter, target)
@@ -93,7 +87,7 @@ class DraftModel(Method):
             return Proposal.nothing(batch.rows)
         root_logits_B1V = self._catch_up(batch.rows)
         return draft_tree(
-            batch.rows, budgets, self.knobs.branching, self.drawer, root_logits_B1V, self._expand
+            batch.rows, budgets, self.config.branching, self.drawer, root_logits_B1V, self._expand
         )
 
     def _within_context(self, row: Row, budget: Budget) -> Budget:
@@ -113,11 +107,9 @@ class DraftModel(Method):
             self._known(row.tokens[length:]) if num_run else [0]
             for row, length, num_run in zip(rows, self.cache.lengths, self.num_run, strict=True)
         ]
-        width = max(len(tokens) for tokens in unseen)
-        tokens_BN = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in unseen])
         roots_B1 = torch.tensor([[len(tokens) - 1] for tokens in unseen])
         trees = [Tree.chain(len(tokens) - 1) for tokens in unseen]
-        logits_B1V = self._logits(tokens_BN, trees, [0] * len(rows), roots_B1)
+        logits_B1V = self._logits(pad_rows(unseen), trees, [0] * len(rows), roots_B1)
         for index, tokens in enumerate(unseen):
             self.cache.extend(index, len(tokens) - 1)
         return logits_B1V

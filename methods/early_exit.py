@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from specbench.drafting import draft_tree
-from specbench.method import Batch, Budget, Method, MethodConfig, Proposal
+from specbench.drafting import BranchingConfig, draft_tree
+from specbench.method import Batch, Budget, Method, Proposal, pad_rows
 from specbench.target import Resume, Target
 from specbench.tree import Tree
 
@@ -32,21 +32,19 @@ def mean_and_spread(values):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExitConfig(MethodConfig):
+class EarlyExitConfig(BranchingConfig):
     """Knobs of self-speculation.
 
     Args:
         exit_layer: leave the stack after this many layers; 0 passes by middle layers instead.
         skip: the layers to pass by; empty and no ``exit_layer``: choose them by calibration.
         num_skipped: how many layers calibration passes by; 0 lets it choose that too.
-        branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
     """
 
     depth: int = 2
     exit_layer: int = 0
     skip: tuple[int, ...] = ()
     num_skipped: int = 0
-    branching: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,25 +52,23 @@ class EarlyExitConfig(MethodConfig):
             raise ValueError("exit_layer, skip and num_skipped are out of range; valid: 0 or more")
         if self.exit_layer and self.skip:
             raise ValueError("exit_layer and skip exclude each other; valid: one of them")
-        if any(children < 1 for children in self.branching):
-            raise ValueError(f"branching {self.branching} is out of range; valid: 1 or more")
 
 
 class EarlyExit(Method):
     """The target without some of its layers drafts for the whole one."""
 
     Config = EarlyExitConfig
+    config: EarlyExitConfig
 
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         super().__init__(target, config)
-        self.knobs = config
         self.skip = _layers_to_skip(target, config)
 
     @property
     def label(self) -> str:
         """Which layers draft."""
-        if self.knobs.exit_layer:
-            return f"exit after layer {self.knobs.exit_layer} of {self.target.num_layers}"
+        if self.config.exit_layer:
+            return f"exit after layer {self.config.exit_layer} of {self.target.num_layers}"
         return f"{len(self.skip)} of {self.target.num_layers} layers passed by"
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
@@ -83,7 +79,7 @@ class EarlyExit(Method):
         roots_B1 = torch.tensor([[row.tokens[-1]] for row in batch.rows])
         logits_B1V = stack.expand(roots_B1, [Tree.chain(0)] * len(roots_B1), [0] * len(roots_B1))
         proposal = draft_tree(
-            batch.rows, budgets, self.knobs.branching, self.drawer, logits_B1V, stack.expand
+            batch.rows, budgets, self.config.branching, self.drawer, logits_B1V, stack.expand
         )
         return stack.resumable(proposal)
 
@@ -140,14 +136,15 @@ class _ShortStack:
         if not self.first_skipped:
             return proposal
         starts = [len(hidden) for hidden in self.hidden]
-        width = max(len(tree) - start for tree, start in zip(proposal.trees, starts, strict=True))
-        if width > 0:
-            tokens = [
-                (row_tokens[start:] + [0] * width)[:width]
-                for row_tokens, start in zip(proposal.tokens_BN.tolist(), starts, strict=True)
-            ]
+        tokens = [
+            row[start : len(tree)]
+            for row, tree, start in zip(
+                proposal.tokens_BN.tolist(), proposal.trees, starts, strict=True
+            )
+        ]
+        if any(tokens):
             rest = frozenset(range(self.first_skipped, self.target.num_layers))
-            self._run(torch.tensor(tokens), proposal.trees, starts, rest, slice(0))
+            self._run(pad_rows(tokens), proposal.trees, starts, rest, slice(0))
         num_nodes = proposal.tokens_BN.shape[1]
         hidden_BNh = torch.stack(
             [torch.stack((row + row[:1] * num_nodes)[:num_nodes]) for row in self.hidden]

@@ -108,16 +108,16 @@ class Ngram(Method):
     """Looks drafts up in the text so far; nothing is trained or computed."""
 
     Config = NgramConfig
+    config: NgramConfig
 
     def __init__(self, target: Target, config: NgramConfig) -> None:
         super().__init__(target, config)
-        self.knobs = config
         self.indices: list[_Index] = []
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Indexes the prompts."""
         for row in rows:
-            index = _Index(self.knobs.min_match, self.knobs.max_match)
+            index = _Index(self.config.min_match, self.config.max_match)
             index.extend(row.tokens)
             self.indices.append(index)
 
@@ -135,13 +135,13 @@ class Ngram(Method):
         if depth == 0:
             return
         found: list[list[int]] = []
-        for match in islice(index.matches(), _TRIES * self.knobs.branches):
-            length = min(depth, self.knobs.tokens_per_match * match.length or depth)
+        for match in islice(index.matches(), _TRIES * self.config.branches):
+            length = min(depth, self.config.tokens_per_match * match.length or depth)
             path = index.continuation(match.position, length, self.target.eos_ids)
             if not any(path == other[: len(path)] for other in found):
                 found.append(path)
                 yield path
-                if len(found) == self.knobs.branches:
+                if len(found) == self.config.branches:
                     return
 
     def update(self, verdict: Verdict) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from specbench import lossless
-from specbench.config import BASELINE, RunConfig
+from specbench.config import RunConfig
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.method import Method, Request, Row
 from specbench.records import (
+    BASELINE,
     FailureRecord,
     Record,
     ReferenceRecord,

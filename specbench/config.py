@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbench import registry
+from specbench.hints import suggest
 from specbench.method import Method, MethodConfig
+from specbench.records import BASELINE
 from specbench.sampling import RULES, Sampling
 from specbench.target.loading import DEFAULT_TARGET, DTYPES
 from specbench.workloads import Decoding
 
-BASELINE = "vanilla"
 DEFAULT_WORKLOADS = ("humaneval", "creative")
 
 
@@ -86,7 +87,7 @@ class RunConfig:
             if method not in self.methods:
                 raise ValueError(
                     f"--set {method}.{next(iter(self.knobs[method]))}: method {method!r} is not "
-                    f"in this run{registry.suggest(method, self.methods)}; "
+                    f"in this run{suggest(method, self.methods)}; "
                     f"valid: {', '.join(self.methods)}"
                 )
         for name in self.methods:

@@ -11,12 +11,30 @@ from itertools import count
 
 import torch
 
-from specbench.method import Budget, Drawer, Proposal, Row
+from specbench.method import Budget, Drawer, MethodConfig, Proposal, Row, pad_rows
 from specbench.tree import Tree
 
 Expand = Callable[[torch.Tensor, list[Tree], list[int]], torch.Tensor]
 """Runs a level's nodes: their tokens [B, M], each row's tree, each row's first node -> logits [B,
 M, V]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchingConfig(MethodConfig):
+    """The knobs of a method that drafts level by level.
+
+    Args:
+        branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
+    """
+
+    branching: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(children < 1 for children in self.branching):
+            raise ValueError(
+                f"branching {self.branching} is out of range; valid: 1 or more at each level"
+            )
 
 
 @dataclass
@@ -83,13 +101,11 @@ def draft_tree(
         num_children = branching[depth - 1] if depth <= len(branching) else 1
         for draft, logits_MV in zip(drafts, logits_BMV, strict=True):
             draft.grow(logits_MV, depth, num_children, drawer)
-        width = max(len(draft.level) for draft in drafts)
-        if width == 0:
+        if not any(draft.level for draft in drafts):
             break
         starts = [draft.level[0] if draft.level else len(draft.parents) for draft in drafts]
         tokens = [[draft.tokens[node - 1] for node in draft.level] for draft in drafts]
-        tokens_BM = torch.tensor([level + [0] * (width - len(level)) for level in tokens])
-        logits_BMV = expand(tokens_BM, [draft.tree for draft in drafts], starts)
+        logits_BMV = expand(pad_rows(tokens), [draft.tree for draft in drafts], starts)
     return Proposal.from_rows(
         rows,
         [draft.tree for draft in drafts],

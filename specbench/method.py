@@ -137,6 +137,12 @@ class Drawer:
         return Draws(draw(logq_V, key, num_children).tolist(), None if coupled else logq_V)
 
 
+def pad_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows of tokens as int64 [B, N]; the shorter ones are padded with token 0."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """A token tree per row. Node 0 is the root: the last committed token, not yet in the cache.
@@ -145,12 +151,11 @@ class Proposal:
         tokens_BN: int64 [B, N]; rows with fewer nodes are padded with any token.
         trees: the shape of each row's tree.
         logq: for each row, by parent node: the float32 log-probabilities [V] that the node's
-        children were drawn from,
-            in order; it must be the very tensor they were drawn from. A node without an entry has
-            point-mass children.
+            children were drawn from, in order; it must be the very tensor they were drawn from. A
+            node without an entry has point-mass children.
         replacement: whether siblings were drawn with replacement.
         resume: hidden states of all nodes at a layer up to which they already ran through the
-        target.
+            target.
     """
 
     tokens_BN: torch.Tensor
@@ -167,10 +172,8 @@ class Proposal:
         logq: Sequence[Mapping[int, torch.Tensor]] | None = None,
     ) -> "Proposal":
         """A proposal from each row's drafted tokens (nodes 1, 2, ... of its tree)."""
-        width = max(len(tree) for tree in trees)
         tokens = [[row.tokens[-1], *nodes] for row, nodes in zip(rows, drafted, strict=True)]
-        padded = [row + [0] * (width - len(row)) for row in tokens]
-        return Proposal(tokens_BN=torch.tensor(padded), trees=list(trees), logq=logq)
+        return Proposal(tokens_BN=pad_rows(tokens), trees=list(trees), logq=logq)
 
     @staticmethod
     def nothing(rows: Sequence[Row]) -> "Proposal":
@@ -229,8 +232,8 @@ class Method(ABC):
 
     Args:
         target: the target; to read its tokenizer and shapes, and to run parts of it on the shared
-        cache. config: an instance of the class's ``Config``.
-        drawer: draws draft tokens from the method's logits.
+            cache.
+        config: an instance of the class's ``Config``.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -261,7 +264,7 @@ class Method(ABC):
         Args:
             rows: the new rows; all their tokens but the last are in the target's cache.
             taps: for each new row, the hidden states [1, prompt - 1, h] asked for; empty for a
-            prompt of one token.
+                prompt of one token.
         """
 
     @abstractmethod

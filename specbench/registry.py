@@ -5,19 +5,19 @@ Nothing is imported until a method is asked for, so a missing dependency of one 
 method only.
 """
 
-import difflib
 import importlib
 import inspect
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import specbench_methods
+from specbench.hints import suggest
 from specbench.method import Method, MethodConfig
 
 ENTRY_POINT_GROUP = "specbench.methods"
@@ -180,9 +180,3 @@ _KINDS = {
     tuple: _Kind(lambda text: tuple(map(int, text.split(","))) if text else (), "1,2,3"),
 }
 """By the type of its default, what a knob may be; a tuple holds whole numbers."""
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """A hint at the nearest valid name, or nothing."""
-    close = difflib.get_close_matches(name, list(choices), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,7 +6,6 @@ a package. Heavy imports happen where they are used, so that listing the cards i
 """
 
 import dataclasses
-import difflib
 import hashlib
 import importlib.util
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbench.hints import suggest
 from specbench.sources import Prompt, Source, read_data_set, read_file
 
 if TYPE_CHECKING:
@@ -359,6 +359,4 @@ def _file_name(text: str) -> str:
 
 
 def _unknown(what: str, name: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {what} {name!r}{hint}; valid: {', '.join(valid)}"
+    return f"unknown {what} {name!r}{suggest(name, valid)}; valid: {', '.join(valid)}"
