@@ -80,6 +80,24 @@ def test_packed_layers_are_as_good_as_eager_ones_in_bfloat16(num_tokens: int, bi
         torch.testing.assert_close(found[name].float(), out, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.skipif(
+    not packing.available(torch.bfloat16), reason="no packed bfloat16 kernels on this CPU"
+)
+@torch.inference_mode()
+def test_few_bfloat16_tokens_give_what_many_do_whatever_the_weights_size() -> None:
+    """Weights that float16 cannot hold go to the other kernel, small ones lose nothing visible."""
+    torch.manual_seed(0)
+    x = torch.randn(9, HIDDEN).bfloat16()
+    for scale in (1.0, 1e-4, 1e-6, 3e5):
+        weight = (scale * torch.randn(QUERY, HIDDEN)).bfloat16()
+        product = packing.PackedProduct(weight, None)
+        exact = x.float() @ weight.float().T
+        for num_tokens in range(1, 10):
+            found = product.multiply(x[:num_tokens]).float()
+            error = (found - exact[:num_tokens]).abs().max()
+            assert error <= exact.abs().max() / 128 + HIDDEN * 2**-24
+
+
 @needs_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("order", list(permutations(SIBLINGS)))

@@ -1,12 +1,17 @@
-"""Attention with grouped key-value heads: the queries of a group share one pass over their keys
-and values.
+"""Attention with grouped key-value heads, and on a CPU row by row.
 
 transformers' own path copies every key and value once per query head when a mask is given; here
-nothing is copied. Shapes: B rows, H query heads, K key-value heads, G = H / K, N queries, S slots,
-D head dimension.
+the queries of a group share one pass over their keys and values, and nothing is copied.
+
+A kernel sums in an order that depends on how many queries and slots it is given. So on a CPU each
+row is given its own nodes and slots only: what it computes does not depend, to the last bit, on
+the rows beside it, and no time is lost on padding.
+
+Shapes: B rows, H query heads, K key-value heads, G = H / K, N queries, S slots, D head dimension.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +20,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 NAME = "specbench_grouped"
+
+
+class Extent(NamedTuple):
+    """How much of a padded batch is a row's own."""
+
+    num_nodes: int
+    num_slots: int
+
+
+def note_extents(mask_B1NS: torch.Tensor, extents: Sequence[Extent]) -> None:
+    """Notes on a mask how much of it is each row's own. The mask is the only thing that reaches
+    the attention of every model."""
+    setattr(mask_B1NS, "extents", tuple(extents))  # noqa: B010 - mypy knows no attributes of tensors
 
 
 def grouped_attention(
@@ -32,47 +50,91 @@ def grouped_attention(
     mask [B, 1, N, S], logits of attention sinks [H] as ``s_aux``.
 
     Returns:
-        [B, N, H, D], and no weights.
+        [B, N, H, D], and no weights; zeros at padding nodes where the mask's extents are known.
     """
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__}: position biases are not supported")
-    batch, heads, num_queries, dim = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
     sinks = kwargs.get("s_aux")
-    query = query.reshape(batch, kv_heads, groups * num_queries, dim)
-    if attention_mask is not None and groups > 1 and num_queries > 1:
-        attention_mask = _tiled(attention_mask, groups)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling
-        )
+    groups = query.shape[1] // key.shape[1]
+    extents: tuple[Extent, ...] = getattr(attention_mask, "extents", ())
+    if attention_mask is None or len(extents) < 2:
+        mask = attention_mask if attention_mask is None else _tiled(attention_mask, groups)[0]
+        out = _attend(query, key, value, mask, scaling, softcap, sinks)
     else:
-        scores = query @ key.transpose(2, 3) * (dim**-0.5 if scaling is None else scaling)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if attention_mask is not None:
-            scores = scores + attention_mask
-        if sinks is not None:
-            # A sink, [H], takes its part of the softmax and has no value.
-            sink = sinks.view(1, kv_heads, groups, 1).repeat_interleave(num_queries, dim=2)
-            scores = torch.cat([scores, sink.expand(batch, -1, -1, -1).to(scores.dtype)], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        out = weights[..., : key.shape[2]] @ value
-    out = out.reshape(batch, heads, num_queries, value.shape[-1])
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        masks = _tiled(attention_mask, groups)
+        for row, ((num_nodes, num_slots), mask) in enumerate(zip(extents, masks, strict=True)):
+            if num_nodes:
+                one = slice(row, row + 1)
+                out[one, :, :num_nodes] = _attend(
+                    query[one, :, :num_nodes],
+                    key[one, :, :num_slots],
+                    value[one, :, :num_slots],
+                    mask,
+                    scaling,
+                    softcap,
+                    sinks,
+                )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _tiled(mask_B1NS: torch.Tensor, groups: int) -> torch.Tensor:
-    """The mask once for each query head of a group, [B, 1, G * N, S].
+def _attend(
+    query_BHND: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    mask_B1MS: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, H, N, D]; the mask's M is G * N."""
+    batch, heads, num_queries, dim = query_BHND.shape
+    kv_heads = key_BKSD.shape[1]
+    groups = heads // kv_heads
+    query = query_BHND.reshape(batch, kv_heads, groups * num_queries, dim)
+    if softcap is None and sinks_H is None:
+        out = F.scaled_dot_product_attention(
+            query, key_BKSD, value_BKSD, attn_mask=mask_B1MS, scale=scaling
+        )
+    else:
+        scores = query @ key_BKSD.transpose(2, 3) * (dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask_B1MS is not None:
+            scores = scores + mask_B1MS
+        if sinks_H is not None:
+            # A sink takes its part of the softmax and has no value.
+            sink = sinks_H.view(1, kv_heads, groups, 1).repeat_interleave(num_queries, dim=2)
+            scores = torch.cat([scores, sink.expand(batch, -1, -1, -1).to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value_BKSD.dtype)
+        out = weights[..., : key_BKSD.shape[2]] @ value_BKSD
+    return out.reshape(batch, heads, num_queries, value_BKSD.shape[-1])
+
+
+def _tiled(mask_B1NS: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """The mask once for each query head of a group, [B, 1, G * N, S]; for each row of its own
+    where their extents differ.
 
     All layers are given the same mask, so it is kept on the mask itself.
     """
-    tiled: torch.Tensor | None = getattr(mask_B1NS, "tiled", None)
-    if tiled is None or tiled.shape[2] != groups * mask_B1NS.shape[2]:
-        tiled = mask_B1NS.repeat(1, 1, groups, 1)
-        setattr(mask_B1NS, "tiled", tiled)  # noqa: B010 - tensors take attributes, mypy does not know
-    return tiled
+    tiled: dict[int, list[torch.Tensor]] = getattr(mask_B1NS, "tiled", {})
+    if groups not in tiled:
+        extents: tuple[Extent, ...] = getattr(mask_B1NS, "extents", ())
+        parts = (
+            [mask_B1NS]
+            if len(extents) < 2
+            else [
+                mask_B1NS[row : row + 1, :, :num_nodes, :num_slots]
+                for row, (num_nodes, num_slots) in enumerate(extents)
+            ]
+        )
+        repeats = [part.shape[2] > 1 and groups > 1 for part in parts]
+        tiled[groups] = [
+            part.repeat(1, 1, groups, 1) if repeat else part
+            for part, repeat in zip(parts, repeats, strict=True)
+        ]
+        setattr(mask_B1NS, "tiled", tiled)  # noqa: B010
+    return tiled[groups]
 
 
 AttentionInterface.register(NAME, grouped_attention)

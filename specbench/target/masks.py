@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specbench.target.attention import Extent
 from specbench.tree import Tree
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -47,6 +48,17 @@ def tree_positions(
         depths = tree.depths[start : start + num_nodes]
         rows.append([length + depth for depth in depths] + [length] * (num_nodes - len(depths)))
     return torch.tensor(rows)
+
+
+def row_extents(
+    lengths: Sequence[int], trees: Sequence[Tree], starts: Sequence[int], num_nodes: int
+) -> list[Extent]:
+    """How many of the padded nodes, and of the slots, are each row's own."""
+    extents = []
+    for length, tree, start in zip(lengths, trees, starts, strict=True):
+        num_real = max(0, min(num_nodes, len(tree) - start))
+        extents.append(Extent(num_real, length + start + num_real))
+    return extents
 
 
 def tree_mask(

@@ -18,9 +18,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specbench.target import packing
+from specbench.target import lean, packing
+from specbench.target.attention import note_extents
 from specbench.target.cache import KVCache
-from specbench.target.masks import mask_kinds, tree_mask, tree_positions, within_window
+from specbench.target.masks import (
+    mask_kinds,
+    row_extents,
+    tree_mask,
+    tree_positions,
+    within_window,
+)
 from specbench.tree import Tree
 
 FINAL = -1
@@ -112,8 +119,10 @@ class Target:
             and packing.pack(model) > 0
         )
         self.layers = _decoder_layers(model, self.num_layers, name)
+        rotary = lean.Rotary()
         for index, layer in enumerate(self.layers):
-            layer.forward = self._layer_gate(index, layer.forward)
+            shorter = lean.LeanLayer(layer, rotary) if lean.is_common(layer) else None
+            layer.forward = self._layer_gate(index, layer.forward, shorter)
         head = cast(nn.Module, model.get_output_embeddings())
         head.forward = self._head_gate(head.forward)
         self._probe()
@@ -227,16 +236,22 @@ class Target:
             else within_window(full, positions_BN, window, lengths, trees)
             for kind, window in self._mask_kinds.items()
         }
+        if self.device.type == "cpu":
+            for mask in masks.values():
+                note_extents(mask, row_extents(lengths, trees, starts, positions_BN.shape[1]))
         found = {kind: mask.to(self.device, non_blocking=True) for kind, mask in masks.items()}
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def _layer_gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _layer_gate(
+        self, index: int, forward: Callable[..., Any], shorter: lean.LeanLayer | None
+    ) -> Callable[..., Any]:
         def gate(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             gates = self._gates
             if gates.resume is not None and index <= gates.resume.layer:
                 hidden_states = gates.resume.hidden_BNh
             if gates.runs(index):
-                out = forward(hidden_states, *args, **kwargs)
+                run = shorter if shorter and isinstance(kwargs.get("cache"), KVCache) else forward
+                out = run(hidden_states, *args, **kwargs)
                 self._layers_return_tuples = isinstance(out, tuple)
                 hidden_states = out[0] if self._layers_return_tuples else out
             if index in gates.wanted:

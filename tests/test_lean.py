@@ -1,0 +1,80 @@
+"""The shortened decoder layer computes what the modeling code does, to the bit."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specbench.target import FINAL, Target, lean, packing
+from specbench.target.attention import NAME
+from specbench.tree import Tree
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TREE = Tree.of((-1, 0, 0, 1, 1, 2, 2, 5, 3))
+DTYPES = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            not packing.available(dtype), reason=f"no packed kernels for {dtype} on this CPU"
+        ),
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def target_of(family: str, dtype: torch.dtype) -> Target:
+    """A tiny random model; the same for the same arguments."""
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(family, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return Target(model, name=family)
+
+
+def run(target: Target, trees: Sequence[Tree]) -> list[torch.Tensor]:
+    """Logits, hidden states and cached keys of ragged rows."""
+    cache = target.new_cache(len(trees), 16)
+    for row in range(len(trees)):
+        target.prefill([7, 9, 64, 120, 5][row:], cache, cache.add_row())
+    tokens = torch.arange(3, 3 + len(TREE)).repeat(len(trees), 1)
+    out = target.forward(tokens, trees, cache, taps=(0, 1, FINAL))
+    return [out.logits_BMV, *out.taps.values(), *cache.keys.values(), *cache.values.values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shortened_layer_gives_the_same_bits(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = target_of(family, dtype)
+    assert all(lean.is_common(layer) for layer in short.layers)
+    monkeypatch.setattr(lean, "is_common", lambda layer: False)
+    plain = target_of(family, dtype)
+    for trees in ([TREE], [Tree.chain(0)], [TREE, Tree.chain(2), Tree.of((-1, 0, 0))]):
+        for ours, theirs in zip(run(short, trees), run(plain, trees), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_layers_that_differ_keep_their_own_code() -> None:
+    torch.manual_seed(2)
+    for family in ("olmo2", "gemma2", "smollm3"):
+        config = AutoConfig.for_model(family, **SIZES, pad_token_id=0)
+        target = Target(AutoModelForCausalLM.from_config(config, attn_implementation=NAME))
+        assert not any(lean.is_common(layer) for layer in target.layers)
+
+
+def test_layers_that_are_not_packed_keep_their_own_code() -> None:
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **SIZES), attn_implementation=NAME
+    )
+    assert not any(lean.is_common(layer) for layer in Target(model, pack=False).layers)
