@@ -135,7 +135,9 @@ def _broken(requests: Sequence[RequestRecord]) -> list[str]:
         if record.lossless == "broken":
             where = f"prompt {record.request}"
             if (split := record.divergence) is not None:
-                gap = "" if split.gap is None else f" (logit gap {split.gap:.3g})"
+                gap = ""
+                if split.gap is not None:
+                    gap = f" (logit gap {split.gap:.3g}, a tie up to {split.tolerance:.3g})"
                 found, expected = (
                     "the end" if token is None else str(token)
                     for token in (split.found, split.expected)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BASELINE = "vanilla"
 """The method that every speed-up is measured against; it drafts nothing."""
 LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
@@ -52,7 +52,9 @@ class Divergence:
     found: int | None
     gap: float | None
     """Logit gap between the two tokens, noise included at T>0; None where only one of the outputs
-    had ended."""
+    had ended, or where top-k or top-p cut one of the two tokens."""
+    tolerance: float | None
+    """The gap up to which it is a tie; None where only one of the outputs had ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

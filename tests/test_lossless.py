@@ -91,14 +91,18 @@ def test_another_token_is_broken_with_the_gap_that_the_reference_had(position: i
 def test_an_output_that_ends_too_early_is_broken(num_tokens: int) -> None:
     output = reference(target(), REQUEST)
     found = compare(target(), REQUEST, GREEDY, output, output[:num_tokens])
-    ended = Divergence(position=num_tokens, expected=output[num_tokens], found=None, gap=None)
+    ended = Divergence(
+        position=num_tokens, expected=output[num_tokens], found=None, gap=None, tolerance=None
+    )
     assert found == Comparison("broken", ended)
 
 
 def test_an_output_that_goes_on_is_broken() -> None:
     output = reference(target(), REQUEST)
     found = compare(target(), REQUEST, GREEDY, output, [*output, 7, 8])
-    assert found == Comparison("broken", Divergence(position=10, expected=None, found=7, gap=None))
+    assert found == Comparison(
+        "broken", Divergence(position=10, expected=None, found=7, gap=None, tolerance=None)
+    )
 
 
 # Ties.
@@ -165,27 +169,47 @@ def test_near_ties_of_the_noisy_scores_are_ties() -> None:
     noise_V = gumbel([7], torch.arange(3))[0]
     logits_V[1] = float(logits_V[0] + 0.5 * (noise_V[0] - noise_V[1])) - 1e-4
     sampling = Sampling(temperature=0.5)
-    assert choice_gap(logits_V, sampling, 7, 0, 1) == pytest.approx(1e-4, abs=1e-6)
-    assert choice_gap(logits_V, sampling, 8, 0, 1) > 0.01
+    assert choice_gap(logits_V, sampling, 7, 0, 1, 0.01) == pytest.approx(1e-4, abs=1e-6)
+    assert choice_gap(logits_V, sampling, 8, 0, 1, 0.01) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("sampling", "kept", "just_removed", "removed"),
-    [
-        # Masses 0.55, 0.37, 0.05, 0.03.
-        (Sampling(temperature=1.0, top_p=0.91), 1, 2, 3),
-        (Sampling(temperature=1.0, top_k=1), 0, 1, 2),
-    ],
-)
-def test_a_token_that_the_warpers_remove_by_more_than_a_hair_has_no_chance(
-    sampling: Sampling, kept: int, just_removed: int, removed: int
-) -> None:
-    logits_V = torch.tensor([0.55, 0.37, 0.05, 0.03]).log()
-    logp_V = warp(logits_V[None], sampling)[0]
-    assert logp_V[kept] > -math.inf and logp_V[just_removed] == logp_V[removed] == -math.inf
-    assert math.isfinite(choice_gap(logits_V, sampling, 3, 0, kept))
-    assert math.isfinite(choice_gap(logits_V, sampling, 3, 0, just_removed))
-    assert choice_gap(logits_V, sampling, 3, 0, removed) == math.inf
+CUTS = (Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=1.0, top_k=2))
+MASSES = torch.tensor([0.53, 0.385, 0.055, 0.03])
+"""Each of the cuts keeps the first two, the third by little not."""
+
+
+def key_at_which(better: int, worse: int) -> int:
+    """The key of a noise that makes one token's score beat the other's by far."""
+    pair = torch.tensor([better, worse])
+    return next(
+        key for key in range(99999) if (MASSES.log()[pair] + gumbel([key], pair)[0]).diff() < -2
+    )
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=str)
+def test_a_token_that_is_cut_by_more_than_the_tolerance_has_no_chance(sampling: Sampling) -> None:
+    logits_V = MASSES.log()
+    assert (warp(logits_V[None], sampling)[0] > -math.inf).tolist() == [True, True, False, False]
+    for token, tolerance, finite in (
+        (1, 0.1, True),
+        (2, 2.0, True),
+        (2, 0.1, False),
+        (3, 0.5, False),
+    ):
+        gap = choice_gap(logits_V, sampling, 3, 0, token, tolerance)
+        assert math.isfinite(gap) == finite, (token, tolerance)
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=str)
+def test_a_better_token_at_the_edge_of_the_cut_may_have_been_cut(sampling: Sampling) -> None:
+    """Kept in one forward and cut in the other, it and the token chosen in its place are far apart
+    in score; whichever of them the reference has."""
+    logits_V, tolerance = MASSES.log(), 2.0
+    key = key_at_which(better=2, worse=1)
+    assert choice_gap(logits_V, sampling, key, 1, 2, tolerance) == 0
+    assert choice_gap(logits_V, sampling, key, 2, 1, tolerance) == 0
+    far_from_the_edge = key_at_which(better=0, worse=1)
+    assert choice_gap(logits_V, sampling, far_from_the_edge, 0, 1, 0.1) > 2
 
 
 def test_a_token_outside_the_nucleus_is_broken_without_a_gap() -> None:
@@ -193,6 +217,6 @@ def test_a_token_outside_the_nucleus_is_broken_without_a_gap() -> None:
     output = reference(target(), REQUEST, sampling)
     least = int(own_logits(target(), REQUEST.prompt, output)[2].argmin())
     found = compare(target(), REQUEST, sampling, output, replaced(output, 2, least))
-    assert found == Comparison(
-        "broken", Divergence(position=2, expected=output[2], found=least, gap=None)
-    )
+    assert found.verdict == "broken" and found.divergence is not None
+    assert (found.divergence.position, found.divergence.found) == (2, least)
+    assert found.divergence.gap is None and found.divergence.tolerance is not None

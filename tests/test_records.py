@@ -21,7 +21,7 @@ from specbench.records import (
 )
 from tests.made_runs import failure, output, reference, resource, timing
 
-DIVERGENCE = Divergence(position=1, expected=7, found=None, gap=None)
+DIVERGENCE = Divergence(position=1, expected=7, found=None, gap=None, tolerance=None)
 RECORDS: list[Record] = [
     reference("a", num_tokens=3),
     output("echo", "a", (2, 2, 1, 2), (0, 0, 0, 1), lossless="broken", divergence=DIVERGENCE),
@@ -100,7 +100,7 @@ def test_an_empty_file_is_refused(folder: Path) -> None:
     [
         ({"num_records": 4}, "holds 5 records, its header says 4"),
         ({"shard": "math-0"}, "holds shard 'math-0'"),
-        ({"schema": 99}, "has schema version 99; this version of specbench reads 1"),
+        ({"schema": 99}, "has schema version 99; this version of specbench reads 2"),
     ],
 )
 def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], message: str) -> None:

@@ -206,15 +206,15 @@ def test_missing_shards_are_shown_with_the_way_to_resume() -> None:
 
 
 def test_a_broken_output_is_located() -> None:
-    there = Divergence(position=17, expected=5, found=9, gap=3.21456)
-    ended = Divergence(position=3, expected=5, found=None, gap=None)
+    there = Divergence(position=17, expected=5, found=9, gap=3.21456, tolerance=1.0625)
+    ended = Divergence(position=3, expected=5, found=None, gap=None, tolerance=None)
     run = made_run(
         output("echo", "a", (0, 0, 0, 1), lossless="broken", divergence=there),
         output("echo", "b", (0, 0, 0, 1), lossless="broken", divergence=ended),
     )
     assert (
         "BROKEN: echo on code, tokens differ from the target's: prompt a at 17: 9 instead of 5 "
-        "(logit gap 3.21), prompt b at 3: the end instead of 5"
+        "(logit gap 3.21, a tie up to 1.06), prompt b at 3: the end instead of 5"
     ) in render([run], "md")
 
 
