@@ -47,7 +47,7 @@ def run(plan: Plan, *, use_ray: bool = True) -> Run:
         written.
     """
     if plan.pending:
-        with Progress(len(plan.shards), plan.num_done) as progress:
+        with plan.alone(), Progress(len(plan.shards), plan.num_done) as progress:
             (_run_on_ray if use_ray else _run_here)(plan, progress)
     return read_run(plan.folder)
 

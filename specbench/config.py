@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specbench import registry
 from specbench.hints import suggest
 from specbench.method import Method, MethodConfig
-from specbench.records import BASELINE
+from specbench.records import BASELINE, what_is_wrong
 from specbench.sampling import RULES, Sampling
 from specbench.target.loading import DEFAULT_TARGET, DTYPES
 from specbench.workloads import Decoding
@@ -41,6 +43,8 @@ class RunConfig:
     Raises:
         ValueError: anything unknown or out of range; the message lists what is valid.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     target: str = DEFAULT_TARGET
     methods: tuple[str, ...] = ()
@@ -116,15 +120,10 @@ class RunConfig:
         """From what `to_dict` gave, lists for tuples.
 
         Raises:
-            ValueError: a setting that this version does not know.
+            ValueError: a setting that this version does not know, of another type or out of range.
         """
-        known = {field.name for field in dataclasses.fields(RunConfig)}
-        if unknown := set(values) - known:
-            raise ValueError(
-                f"unknown settings {', '.join(sorted(unknown))}; valid: {', '.join(sorted(known))}"
-            )
-        settings: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return RunConfig(**settings)
+        try:
+            config: RunConfig = TypeAdapter(RunConfig).validate_python(values)
+        except ValidationError as error:
+            raise ValueError(f"settings: {what_is_wrong(error)}") from error
+        return config

@@ -1,15 +1,18 @@
 """What of a run is left to do and how it is filed: a new run or one that goes on, its shards, their
 retries and its folder."""
 
+import contextlib
 import json
 import shlex
 import tempfile
 import textwrap
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from specbench import provenance
 from specbench.bench import failures
@@ -62,6 +65,32 @@ class Plan:
     def num_done(self) -> int:
         """Shards that were finished before."""
         return len(self.shards) - len(self.pending)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it lasts no other run writes to the folder.
+
+        Raises:
+            ValueError: another one does, or has begun there, or the folder cannot be written.
+        """
+        lock = FileLock(self.folder / ".lock", timeout=0)
+
+        def acquire() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout as error:
+                raise ValueError(
+                    f"another run is writing to {self.folder}; wait for it or choose another --out"
+                ) from error
+
+        self._write(acquire)
+        try:
+            if self.before is None:
+                _check_free(self.folder)
+            yield
+        finally:
+            lock.release()
 
     def begin(self, described: Sequence[Mapping[str, Any]]) -> list[str]:
         """Files the run's settings and provenance; for a run that goes on, holds them against those
@@ -148,7 +177,7 @@ class Plan:
         self.finish(shard, failures(shard.workload.name, ids, [why] * len(ids)))
         return False
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:
@@ -178,12 +207,9 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
         ValueError: the folder holds no run, what it ran on is no more, or it cannot be written.
     """
     info = read_info(folder)
-    settings = info.get("settings")
-    if not isinstance(settings, dict):
-        raise ValueError(f"{folder} cannot go on: its run.json has no settings")
     started = provenance.collect()
     config = RunConfig.from_dict(
-        settings | ({"workers": num_workers} if num_workers is not None else {})
+        info["settings"] | ({"workers": num_workers} if num_workers is not None else {})
     )
     damaged = {
         name: reason for name in info["shards"] if (reason := _why_open(folder, name)) is not None

@@ -12,7 +12,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 SCHEMA_VERSION = 2
 BASELINE = "vanilla"
@@ -20,8 +22,16 @@ BASELINE = "vanilla"
 LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
 
 
+class _Strict:
+    """Files are read as they were written: no other type, no unknown field, no NaN."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReferenceRecord:
+class ReferenceRecord(_Strict):
     """The untimed vanilla pass of one request."""
 
     workload: str
@@ -41,7 +51,7 @@ class ReferenceRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
+class Divergence(_Strict):
     """Where an output first differs from the reference, and by how much the target preferred the
     reference's token."""
 
@@ -58,7 +68,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(_Strict):
     """What one method made of one request; the same in every round."""
 
     workload: str
@@ -87,7 +97,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingRecord:
+class TimingRecord(_Strict):
     """One timed pass of one method over one batch of requests."""
 
     workload: str
@@ -113,7 +123,7 @@ class TimingRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureRecord:
+class FailureRecord(_Strict):
     """A request that could not be decoded: a reason, and no number."""
 
     workload: str
@@ -124,7 +134,7 @@ class FailureRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourceRecord:
+class ResourceRecord(_Strict):
     """What the worker that decoded a shard had used by its end."""
 
     peak_memory_mib: float
@@ -142,6 +152,8 @@ _KINDS: dict[str, type] = {
     "resource": ResourceRecord,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in _KINDS.items()}
+_INFO_PARTS = ("settings", "provenance", "target", "methods", "workloads")
 
 
 @dataclass(frozen=True)
@@ -219,21 +231,56 @@ def read_shard(path: Path) -> list[Record]:
         raise ValueError(f"{path} holds shard {shard!r}; a shard's file bears its name")
     if expected != len(lines):
         raise ValueError(f"{path} holds {len(lines)} records, its header says {expected}")
-    return [_record(path, number, line) for number, line in enumerate(lines, start=2)]
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=2)]
+    _check_agreement(path, records)
+    return records
 
 
 def _record(path: Path, number: int, line: Any) -> Record:
     try:
         fields = dict(line)
-        cls = _KINDS[fields.pop("kind")]
-        if fields.get("divergence") is not None:
-            fields["divergence"] = Divergence(**fields["divergence"])
-        record: Record = cls(**fields)
+        adapter = _ADAPTERS[fields.pop("kind")]
+        record: Record = adapter.validate_json(json.dumps(fields))
         return record
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
+    except ValidationError as error:
+        raise ValueError(
+            f"{path} holds a broken record in line {number}: {what_is_wrong(error)}"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} holds a broken record in line {number}: {_reason(error)}"
         ) from error
+
+
+def what_is_wrong(error: ValidationError) -> str:
+    """The first of the things that pydantic found wrong, in one line."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def _check_agreement(path: Path, records: Sequence[Record]) -> None:
+    """Holds a shard's records against each other."""
+    references = {r.request: r for r in records if isinstance(r, ReferenceRecord)}
+    for number, record in enumerate(records, start=2):
+        if isinstance(record, RequestRecord | TimingRecord):
+            named = record.requests if isinstance(record, TimingRecord) else [record.request]
+            for request in named:
+                if request not in references or references[request].workload != record.workload:
+                    raise ValueError(
+                        f"{path} holds a broken record in line {number}: request {request!r} of "
+                        f"workload {record.workload!r} has no reference"
+                    )
+        if (
+            isinstance(record, RequestRecord)
+            and record.lossless == "exact"
+            and record.tokens != references[record.request].tokens
+        ):
+            raise ValueError(
+                f"{path} holds a broken record in line {number}: it is called exact, but its "
+                "tokens are not the reference's"
+            )
 
 
 def _reason(error: BaseException) -> str:
@@ -262,6 +309,9 @@ def read_info(folder: Path) -> dict[str, Any]:
     _check_schema(folder / "run.json", schema)
     if not isinstance(info.get("shards"), list):
         raise ValueError(f"{folder} holds no readable run: run.json lists no shards")
+    for part in _INFO_PARTS:
+        if not isinstance(info.get(part), dict):
+            raise ValueError(f"{folder} holds no readable run: run.json has no {part}")
     return info
 
 

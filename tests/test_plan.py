@@ -11,7 +11,7 @@ import pytest
 
 from specbench import plan
 from specbench.cluster import run
-from specbench.records import read_info, read_run, shard_path
+from specbench.records import SCHEMA_VERSION, read_info, read_run, shard_path
 from tests.tiny import save_tiny_model
 from tests.tiny_runs import chat_prompts, inodes, outputs, tiny_config, write_prompts
 
@@ -240,6 +240,35 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     """It says that there is none."""
     with pytest.raises(ValueError, match="holds no readable run"):
         plan.resume(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps({"schema": 1, "shards": []}))
+    (tmp_path / "run.json").write_text(json.dumps({"schema": SCHEMA_VERSION, "shards": []}))
     with pytest.raises(ValueError, match="has no settings"):
         plan.resume(tmp_path)
+
+
+def test_two_runs_do_not_write_to_one_folder(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """Planned at the same time: the second one starts while the first one measures, or after it."""
+    config = tiny_config(target, prompts, "ngram")
+    first, second, late = (plan.new(config, tmp_path / "run") for _ in range(3))
+    with first.alone(), pytest.raises(ValueError, match="another run is writing to"):
+        run(second, use_ray=False)
+    finished = run(first, use_ray=False)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(late, use_ray=False)
+    assert outputs(read_run(tmp_path / "run")) == outputs(finished)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts": "many"}, "prompts: Input should be a valid integer"),
+        ({"methods": 3}, "methods: Input should be a valid tuple"),
+        ({"colour": "red"}, "colour: Unexpected keyword argument"),
+        ({"rounds": 0}, "--rounds 0 is out of range"),
+    ],
+)
+def test_edited_settings_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    info = read_info(folder)
+    info["settings"] |= settings
+    (folder / "run.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=message):
+        plan.resume(folder)

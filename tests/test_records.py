@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from specbench.records import (
     write_run,
     write_shard,
 )
-from tests.made_runs import failure, output, reference, resource, timing
+from tests.made_runs import INFO, failure, output, reference, resource, timing
 
 DIVERGENCE = Divergence(position=1, expected=7, found=None, gap=None, tolerance=None)
 RECORDS: list[Record] = [
@@ -34,7 +35,7 @@ RECORDS: list[Record] = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run of two shards, of which one is finished."""
-    write_run(tmp_path, {"shards": ["code-0", "code-1"]})
+    write_run(tmp_path, INFO | {"shards": ["code-0", "code-1"]})
     write_shard(tmp_path, "code-0", RECORDS)
     return tmp_path
 
@@ -116,8 +117,13 @@ def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], messa
         ({"colour": "red"}, "colour"),
         ({"steps": [[2, 2, 3, 3, 3]]}, "accepted tokens lie within the offered depth"),
         ({"steps": [[2, 2, 1]]}, "unpack"),
+        ({"tokens": "0, 1, 2"}, "tokens: Input should be a valid array"),
+        ({"tokens": [0, 1, 2.5]}, r"tokens\.2: Input should be a valid integer"),
+        ({"request": "z"}, "request 'z' of workload 'code' has no reference"),
+        ({"workload": "math"}, "request 'a' of workload 'math' has no reference"),
+        ({"lossless": "exact", "divergence": None, "tokens": [9, 9, 9]}, "called exact, but"),
         ({"lossless": "perhaps"}, "losslessness is one of exact, tie"),
-        ({"divergence": {"position": 1}}, "missing"),
+        ({"divergence": {"position": 1}}, "divergence.expected: Field required"),
     ],
 )
 def test_a_broken_record_is_refused_with_its_line(
@@ -134,6 +140,23 @@ def test_a_record_without_a_field_is_refused(folder: Path) -> None:
     edit(shard_path(folder, "code-0"), lambda lines: lines[1].pop("entropy_nats"))
     with pytest.raises(ValueError, match=r"broken record in line 2: .*entropy_nats"):
         read_run(folder)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_time_that_cannot_be_is_refused(folder: Path, seconds: float) -> None:
+    edit(shard_path(folder, "code-0"), lambda lines: lines[3].update(decode_s=seconds))
+    with pytest.raises(ValueError, match="broken record in line 4"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("part", ["settings", "provenance", "target", "methods", "workloads"])
+def test_a_run_without_one_of_its_parts_is_refused(folder: Path, part: str) -> None:
+    info = json.loads((folder / "run.json").read_text())
+    something_else: tuple[Any, ...] = (None, [], "text")
+    for broken in something_else:
+        (folder / "run.json").write_text(json.dumps(info | {part: broken}))
+        with pytest.raises(ValueError, match=f"holds no readable run: run.json has no {part}"):
+            read_run(folder)
 
 
 @pytest.mark.parametrize(
