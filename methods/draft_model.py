@@ -168,7 +168,11 @@ def _load_drafter(target: Target, model: str, num_layers: int) -> Target:
         return int8_copy(target)
     if model == "layers":
         return layers_copy(target, num_layers or max(1, target.num_layers // 4))
-    return load_target(model, dtype=str(target.dtype).removeprefix("torch."), device=target.device)
+    try:
+        dtype = str(target.dtype).removeprefix("torch.")
+        return load_target(model, dtype=dtype, device=target.device)
+    except ValueError as error:
+        raise ValueError(f"draft_model.model={model}: {error}") from error
 
 
 def check_vocabulary(drafter: Target, target: Target) -> None:

@@ -9,8 +9,6 @@ from specbench.method import Batch, Budget, Method, Proposal
 class Vanilla(Method):
     """One target forward for each token."""
 
-    drafts = False
-
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """The roots alone."""
         return Proposal.nothing(batch.rows)

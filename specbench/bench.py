@@ -6,8 +6,10 @@ Everything that is compared runs in one process, on one device, in turns.
 
 import contextlib
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from specbench import lossless
 from specbench.config import RunConfig
 from specbench.decode import Decoder
 from specbench.depth import Fixed
+from specbench.messages import in_one_line
 from specbench.method import Method, Request, Row
 from specbench.records import (
     BASELINE,
@@ -28,13 +31,12 @@ from specbench.records import (
 from specbench.sampling import Sampling, request_key
 from specbench.shards import Shard, request_ids
 from specbench.target import Target
-from specbench.target.model import in_one_line
 from specbench.workloads import Prompt, Workload, build_prompt, is_looping
 
 _WARM_UP = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy cat."
 )
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS, _WARM_UP_ROWS = 8, 16
 
 
 class Stopwatch:
@@ -115,11 +117,11 @@ class Bench:
         self.config, self.target, self.methods = config, target, methods
 
     def warm_up(self) -> None:
-        """Decodes a little with every method, greedily and not, in batches as large as its."""
+        """Decodes a little with every method, greedily and not, in a batch."""
         prompt = self._prompt_ids([_WARM_UP], [])
         requests = [
             Request(id=f"warm-up-{row}", prompt=prompt, max_new_tokens=_WARM_UP_TOKENS)
-            for row in range(min(self.config.batch_size, self.config.prompts or 1))
+            for row in range(min(self.config.batch_size, _WARM_UP_ROWS))
         ]
         for name in self.methods:
             for sampling in (Sampling(), Sampling(temperature=1.0, rule=self.config.sampling)):
@@ -349,7 +351,7 @@ def _timing(workload: str, name: str, done: _Pass, round_: int, order: int) -> T
 
 
 def in_words(error: Exception) -> str:
-    """Why a request failed, in one line.
+    """Why a request failed, in one line; what is no message of ours, with its place.
 
     Raises:
         torch.AcceleratorError: that very error: after it the process can do nothing more on its
@@ -358,4 +360,7 @@ def in_words(error: Exception) -> str:
     if isinstance(error, torch.AcceleratorError):
         raise error
     text = in_one_line(error)
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ValueError):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})"

@@ -2,11 +2,14 @@
 
 import argparse
 import contextlib
+import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,31 +38,44 @@ def build_parser() -> argparse.ArgumentParser:
         prog="specbench", description="Measure speculative decoding.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    run = commands.add_parser("run", help="measure methods on workloads", allow_abbrev=False)
-    unset: Any = argparse.SUPPRESS
-    run.add_argument("--target", metavar="T", default=unset, help="Hub name, folder or GGUF file")
-    run.add_argument("--methods", metavar="A,B", type=_names, default=unset, help="default: all")
-    run.add_argument("--workloads", metavar="X,Y", type=_names, default=unset)
-    run.add_argument("--prompts", metavar="N", type=int, default=unset, help="per workload")
-    run.add_argument("--max-new-tokens", metavar="N", type=int, default=unset)
-    run.add_argument(
-        "--temperature", metavar="T", type=float, default=unset, help="default: the workload's"
+    run = commands.add_parser(
+        "run",
+        help="measure methods on workloads",
+        description="Measure methods on workloads. In brackets: the defaults.",
+        allow_abbrev=False,
     )
-    run.add_argument("--top-k", metavar="K", type=int, default=unset)
-    run.add_argument("--top-p", metavar="P", type=float, default=unset)
-    run.add_argument("--sampling", metavar="RULE", default=unset, help="rejection or coupled")
-    run.add_argument("--batch-size", metavar="B", type=int, default=unset)
-    run.add_argument("--depth", metavar="D", type=int, default=unset, help="default: the method's")
-    run.add_argument(
-        "--rounds", metavar="R", type=int, default=unset, help="timed passes per prompt"
+    add = partial(run.add_argument, default=argparse.SUPPRESS)
+    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
+    add("--methods", metavar="A,B", type=_names, help="names, see `specbench methods` (all)")
+    add(
+        "--workloads",
+        metavar="X,Y",
+        type=_names,
+        help="names, data sets or files, see `specbench workloads` (humaneval,creative)",
     )
-    run.add_argument("--workers", metavar="W", type=int, default=unset)
-    run.add_argument("--gpus-per-worker", metavar="N", type=int, default=unset)
-    run.add_argument("--dtype", metavar="D", default=unset, help="float32, bfloat16 or float16")
-    run.add_argument("--seed", metavar="S", type=int, default=unset)
-    run.add_argument("--set", metavar="METHOD.KNOB=V", dest="knobs", action="append", default=[])
-    run.add_argument("--out", metavar="DIR", type=Path, default=unset, help="default: runs/<time>")
-    run.add_argument("--resume", metavar="DIR", type=Path, default=unset, help="go on with a run")
+    add("--prompts", metavar="N", type=int, help="prompts per workload (12)")
+    add("--max-new-tokens", metavar="N", type=int, help="token budget per request (64)")
+    add("--temperature", metavar="T", type=float, help="0 is greedy (each workload's own)")
+    add("--top-k", metavar="K", type=int, help="0 keeps all (each workload's own)")
+    add("--top-p", metavar="P", type=float, help="1 keeps all (each workload's own)")
+    add("--sampling", metavar="RULE", help="for drawn drafts: rejection or coupled (rejection)")
+    add("--batch-size", metavar="B", type=int, help="requests decoded together (1)")
+    add("--depth", metavar="D", type=int, help="draft depth of every method (each one's own)")
+    add("--rounds", metavar="R", type=int, help="timed passes per prompt and method (2)")
+    add("--workers", metavar="W", type=int, help="processes (one per GPU; on a CPU two)")
+    add("--gpus-per-worker", metavar="N", type=int, help="GPUs that hold one target (1)")
+    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
+    add("--seed", metavar="S", type=int, help="of the random numbers (0)")
+    run.add_argument(
+        "--set",
+        metavar="METHOD.KNOB=V",
+        dest="knobs",
+        action="append",
+        default=[],
+        help="a method's knob; may be given again",
+    )
+    add("--out", metavar="DIR", type=_folder, help="a new folder for the results (runs/<time>)")
+    add("--resume", metavar="DIR", type=_folder, help="go on with the run in a folder")
     run.add_argument("--no-ray", action="store_true", help="run in this process")
     report = commands.add_parser(
         "report", help="draw tables from result folders", allow_abbrev=False
@@ -77,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 done with failed prompts, 2 bad usage or input, 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that knows ASCII only gets question marks, not a traceback.
+            stream.reconfigure(errors="replace")
     try:
         arguments = build_parser().parse_args(argv)
         command = {"run": _run, "report": _report, "methods": _methods, "workloads": _workloads}
@@ -91,6 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("specbench: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no folder")
+    return Path(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -129,20 +155,26 @@ def _run(arguments: argparse.Namespace) -> int:
             f"no prompt could be decoded, {run.folder} says why; the first: "
             f"{run.failures[0].reason}"
         )
-    _print_report([run])
+    _print_report([run], define=False)
+    print(f"`specbench report {shlex.quote(str(run.folder))}` shows this again, with definitions")
     return EXIT_FAILURES if run.failures else EXIT_DONE
 
 
 def _plan(arguments: argparse.Namespace) -> "Plan":
     """The run that is asked for, new or resumed."""
-    from specbench import plan
+    from specbench import plan, registry
     from specbench.config import RunConfig
 
     given, knobs = vars(arguments), _knobs(arguments.knobs)
     settings = {k: v for k, v in given.items() if k not in _NO_SETTINGS} | {"knobs": knobs}
     if "resume" not in given:
+        problems: list[str] = []
+        if "methods" not in given:
+            settings["methods"], problems = registry.usable()
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        return plan.new(RunConfig(**settings), given.get("out", Path("runs") / stamp))
+        todo = plan.new(RunConfig(**settings), given.get("out", Path("runs") / stamp))
+        todo.notes += [f"left out: {problem}" for problem in problems]
+        return todo
     extra = (set(given) - _RESUMABLE) | ({"set"} if knobs else set())
     if extra:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(extra))
@@ -155,18 +187,30 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM ends a run as Ctrl-C does; another signal does not disturb what then puts things in
+    order."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in signals}
+
+    def interrupt(number: int, frame: object) -> None:
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for one in signals:
+        if before[one] is not signal.SIG_IGN:
+            signal.signal(one, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-def _print_report(runs: "Sequence[Run]") -> None:
+def _print_report(runs: "Sequence[Run]", define: bool = True) -> None:
     from specbench import report
 
-    report.print_report(runs, Console())
+    report.print_report(runs, Console(), define=define)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -22,11 +22,11 @@ import torch
 
 from specbench.config import RunConfig
 from specbench.layout import Layout, Node, most_threads, plan_layout, too_many_gpus
+from specbench.messages import in_one_line
 from specbench.plan import MAX_ATTEMPTS, Plan
 from specbench.progress import Progress
 from specbench.records import Record, Run, read_run
 from specbench.shards import Shard
-from specbench.target.model import in_one_line
 from specbench.worker import Worker
 
 _PATIENCE_S = 60.0

@@ -23,16 +23,17 @@ def costs_table(methods: Sequence[MethodResult]) -> Table:
 
 
 def positions_table(methods: Sequence[MethodResult]) -> Table:
-    """Conditional acceptance by position, of the methods that drafted."""
+    """Offered depth and conditional acceptance by position, of the methods that drafted."""
     drafting = [m for m in methods if m.acceptance and m.acceptance.positions]
     deepest = max((len(m.acceptance.positions) for m in drafting if m.acceptance), default=0)
     columns: list[tuple[Column, _Show]] = [
         _MARKED,
         (Column("tau by prompt"), _accepted(lambda a: a.tau_by_prompt, number)),
+        (Column("depth"), _accepted(lambda a: a.num_offered / a.num_steps, number)),
         *((Column(f"{p}"), _at(p)) for p in range(1, min(deepest, _MOST_POSITIONS) + 1)),
     ]
     more = f" (the first {_MOST_POSITIONS} of {deepest})" if deepest > _MOST_POSITIONS else ""
-    return _table(f"acceptance at position p{more}", drafting, columns)
+    return _table(f"drafts, and their acceptance at position p{more}", drafting, columns)
 
 
 def ranking_table(methods: Sequence[MethodResult]) -> Table:
@@ -101,10 +102,11 @@ def _show_speed_up(method: MethodResult) -> Cell:
     if estimate is None:
         return Cell(MISSING)
     tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
+    if estimate.too_few:
+        return Cell(f"{estimate.value:.2f}x, too few prompts to tell")
     interval = f"[{number(estimate.low)},{NO_BREAK}{number(estimate.high)}]"
     verdict = f"{NO_BREAK if tone else ' '}{estimate.verdict}"
-    few = " (too few)" if estimate.too_few else ""
-    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{interval}{verdict}{few}", tone)
+    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{interval}{verdict}", tone)
 
 
 def _show_split(method: MethodResult) -> str:

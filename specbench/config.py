@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specbench import registry
-from specbench.hints import suggest
+from specbench.messages import in_one_line, suggest
 from specbench.method import Method, MethodConfig
-from specbench.records import BASELINE, what_is_wrong
+from specbench.records import BASELINE
 from specbench.sampling import RULES, Sampling
 from specbench.target.loading import DEFAULT_TARGET, DTYPES
 from specbench.workloads import Decoding
@@ -125,5 +125,5 @@ class RunConfig:
         try:
             config: RunConfig = TypeAdapter(RunConfig).validate_python(values)
         except ValidationError as error:
-            raise ValueError(f"settings: {what_is_wrong(error)}") from error
+            raise ValueError(f"settings: {in_one_line(error)}") from error
         return config

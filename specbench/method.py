@@ -237,8 +237,6 @@ class Method(ABC):
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
-    drafts: ClassVar[bool] = True
-    """Whether it ever drafts: False for the baseline alone."""
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""

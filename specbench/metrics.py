@@ -29,18 +29,25 @@ DEFINITIONS = {
     "not in it",
     "interval": "95 %, bootstrap over prompts (over batches where prompts are decoded together; a "
     "prompt's turns stay together), percentile interval expanded for few prompts; faster / slower: "
-    "it leaves out 1; too few: under 5 independent prompts or batches, so no verdict",
+    "it leaves out 1; too few: under 5 independent prompts or batches, so no interval",
     "tokens/s": "committed tokens per second of decoding, per batch the median over rounds",
     "draft / verify / other": "share of the decode time spent drafting, in target forwards, and in "
     "all the rest (bookkeeping)",
     "lossless": "outputs against the reference, token by token: exact; tie (first difference "
     "within the target's numerical tolerance); BROKEN; in law: only the distribution is the "
     "target's; LOSSY: the method does not claim it",
+    "failed": "requests that could not be decoded: each has a reason and no number",
+    "depth": "offered depth per step: levels of the drafted tree, 0 where nothing was drafted",
+    "forwards /token": "target forwards / committed tokens; below 1 / tau where rows share them",
+    "nodes /token": "drafted nodes / committed tokens",
+    "ms /step": "decode time / steps, a step being one target forward and all around it",
     "wasted": "drafted nodes that were not accepted / drafted nodes",
     "prefill": "per request; no method gains any of it, some add to it",
     "extra": "weights that the method needs beside the target's",
     "entropy": "mean next-token entropy of the target at T=1 along the reference, over all tokens",
-    "looping": "share of references that run into a loop, the best case of copying drafters",
+    "looping": "share of references that run into a loop, the best case of copying drafters; those "
+    "under 24 tokens are too short to tell and count as none",
+    "-": "not measured, or not defined for this method",
 }
 
 

@@ -19,6 +19,7 @@ from specbench.bench import failures
 from specbench.config import RunConfig
 from specbench.merge import fingerprint
 from specbench.records import (
+    FailureRecord,
     Record,
     read_info,
     read_shard,
@@ -225,6 +226,12 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
     _check_writable(folder)
     pending = deque(shard for shard in shards if shard.id in damaged)
     notes = [f"measured again: {reason}" for reason in damaged.values() if reason]
+    notes += [
+        f"{_count_failures(folder, name)} failures in {shard_path(folder, name)} are kept; remove "
+        "the file to try them again"
+        for name in info["shards"]
+        if name not in damaged and _count_failures(folder, name)
+    ]
     return Plan(config, folder, workloads, shards, pending, started, info, notes)
 
 
@@ -258,6 +265,12 @@ def _why_open(folder: Path, shard: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _count_failures(folder: Path, shard: str) -> int:
+    return sum(
+        isinstance(record, FailureRecord) for record in read_shard(shard_path(folder, shard))
+    )
 
 
 def _check_free(folder: Path) -> None:

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
+
+from specbench.messages import in_one_line
 
 SCHEMA_VERSION = 2
 BASELINE = "vanilla"
@@ -224,7 +226,7 @@ def read_shard(path: Path) -> list[Record]:
         header = lines.pop(0)
         schema = header["schema"]
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a readable result file: {_reason(error)}") from error
+        raise ValueError(f"{path} is not a readable result file: {in_one_line(error)}") from error
     _check_schema(path, schema)
     shard, expected = header.get("shard"), header.get("num_records")
     if shard_path(Path(), shard).name != path.name:
@@ -242,22 +244,10 @@ def _record(path: Path, number: int, line: Any) -> Record:
         adapter = _ADAPTERS[fields.pop("kind")]
         record: Record = adapter.validate_json(json.dumps(fields))
         return record
-    except ValidationError as error:
-        raise ValueError(
-            f"{path} holds a broken record in line {number}: {what_is_wrong(error)}"
-        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} holds a broken record in line {number}: {_reason(error)}"
+            f"{path} holds a broken record in line {number}: {in_one_line(error)}"
         ) from error
-
-
-def what_is_wrong(error: ValidationError) -> str:
-    """The first of the things that pydantic found wrong, in one line."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 def _check_agreement(path: Path, records: Sequence[Record]) -> None:
@@ -283,11 +273,6 @@ def _check_agreement(path: Path, records: Sequence[Record]) -> None:
             )
 
 
-def _reason(error: BaseException) -> str:
-    missing = "no such key or kind: " if isinstance(error, KeyError) else ""
-    return f"{missing}{error}" if str(error) else type(error).__name__
-
-
 def _check_schema(path: Path, schema: Any) -> None:
     if schema != SCHEMA_VERSION:
         raise ValueError(
@@ -305,7 +290,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         schema = info["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} holds no readable run: {_reason(error)}") from error
+        raise ValueError(f"{folder} holds no readable run: {in_one_line(error)}") from error
     _check_schema(folder / "run.json", schema)
     if not isinstance(info.get("shards"), list):
         raise ValueError(f"{folder} holds no readable run: run.json lists no shards")

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import specbench_methods
-from specbench.hints import suggest
+from specbench.messages import suggest
 from specbench.method import Method, MethodConfig
 
 ENTRY_POINT_GROUP = "specbench.methods"
@@ -96,6 +96,18 @@ def load_method(name: str) -> type[Method]:
                 f"valid: {', '.join(kind.__name__ for kind in _KINDS)}"
             )
     return methods[0]
+
+
+def usable() -> tuple[tuple[str, ...], list[str]]:
+    """The names of the methods that can be loaded, and why each of the others cannot."""
+    names, problems = [], []
+    for name in sources():
+        try:
+            load_method(name)
+            names.append(name)
+        except ValueError as error:
+            problems.append(str(error))
+    return tuple(names), problems
 
 
 def _hint(error: ImportError) -> str:

@@ -49,13 +49,14 @@ def render(runs: Sequence[Run], format: str) -> str:
     return markdown(_report(found)) if format == "md" else _as_json(found)
 
 
-def print_report(runs: Sequence[Run], console: Console) -> None:
-    """Prints the report on some runs.
+def print_report(runs: Sequence[Run], console: Console, *, define: bool = True) -> None:
+    """Prints the report on some runs, the definitions behind it where they are wanted.
 
     Raises:
         ValueError: no runs, or runs that contradict each other.
     """
-    print_page(_report(_sections(runs)), console)
+    page = _report(_sections(runs))
+    print_page(page if define else page[:-2], console)
 
 
 def render_leaderboard(runs: Sequence[Run]) -> str:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specbench.messages import in_one_line
+
 _ID_FIELDS = ("id", "question_id", "task_id", "prompt_id")
 _TEXT_FIELDS = ("turns", "prompt")
 
@@ -73,7 +75,7 @@ def read_data_set(source: str, name: str) -> Source:
     try:
         loaded = datasets.load_dataset(repository, subset or None, split=split or None)
     except (OSError, ValueError, ImportError, DatasetsError) as error:
-        raise ValueError(f"cannot load data set {source!r}: {_reason(error)}") from error
+        raise ValueError(f"cannot load data set {source!r}: {in_one_line(error)}") from error
     if not split:
         loaded = loaded[next((s for s in ("test", "train") if s in loaded), next(iter(loaded)))]
     prompts = _prompts(_rows(loaded, where=source), where=source, name=name)
@@ -100,7 +102,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
                 keep_in_memory=True,
             )
         except (OSError, EOFError, ValueError, DatasetsError) as error:
-            reason = _reason(error.__cause__ or error)
+            reason = in_one_line(error.__cause__ or error)
             raise ValueError(f"cannot read {path.name}: {reason}") from error
         return _rows(loaded, where=path.name)
 
@@ -178,7 +180,3 @@ def _quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -4,8 +4,6 @@ measures shards."""
 import gc
 import os
 import resource
-import traceback
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub.utils
@@ -70,11 +68,7 @@ class Worker:
         except ValueError:
             raise
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(
-                f"method {name!r} cannot be set up: {in_words(error)} "
-                f"({Path(place.filename).name}, line {place.lineno})"
-            ) from error
+            raise ValueError(f"method {name!r} cannot be set up: {in_words(error)}") from error
 
     def describe(self) -> dict[str, Any]:
         """What is measured and on what, for the provenance."""

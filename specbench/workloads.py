@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.hints import suggest
+from specbench.messages import suggest
 from specbench.sources import Prompt, Source, read_data_set, read_file
 
 if TYPE_CHECKING:

@@ -170,7 +170,9 @@ def test_one_prompt_that_breaks_a_method_fails_alone_in_its_batch(measure: Measu
     records = measure(
         chat_prompts(3)[1:], "breaks", batch_size=4, knobs={"breaks": {"prompt": "p2"}}
     )
-    assert failures(records) == {("breaks", "p2"): "RuntimeError: no draft for this one"}
+    assert failures(records) == {
+        ("breaks", "p2"): "RuntimeError: no draft for this one (breaking_drafters.py, line 42)"
+    }
     assert requests(records, "breaks") == ["p1"]
     assert [t.method for t in timings(records)] == ["vanilla"]
 

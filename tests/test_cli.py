@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from specbench.cli import build_parser, main
+from specbench.config import RunConfig
 from specbench.records import read_info, read_run, shard_path
 from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
@@ -95,6 +96,38 @@ def test_every_option_is_listed_here() -> None:
     help_words = {"-h", "--help"}
     assert found == {name: words | help_words for name, words in COMMANDS.items()}
     assert {word for a in parser._actions for word in a.option_strings} == help_words
+
+
+def test_the_help_names_the_defaults_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    config = RunConfig()
+    for name in [
+        "prompts",
+        "max_new_tokens",
+        "sampling",
+        "batch_size",
+        "rounds",
+        "gpus_per_worker",
+        "seed",
+    ]:
+        about = shown.rpartition(f"--{name.replace('_', '-')} ")[2].partition(" --")[0]
+        assert f"({getattr(config, name)})" in about, name
+    assert f"({','.join(config.workloads)})" in shown
+
+
+def test_a_terminal_that_knows_ascii_only_gets_a_report(folder: Path, tmp_path: Path) -> None:
+    words = small_run(tmp_path / "run", "--methods", "ngram", workloads=f"{folder}/chat.jsonl")
+    words[words.index("target")] = f"{folder}/target"
+    done = subprocess.run(
+        [sys.executable, "-m", "specbench.cli", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ngram" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_options_have_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +260,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     [
         ("", "the following arguments are required: command; `specbench --help`"),
         ("measure", "invalid choice: measure (choose from run, report, methods, workloads)"),
+        ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),
         ("report gone", "gone holds no readable run"),
         ("report file", "file holds no readable run"),

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specbench.target import FINAL, KVCache, Resume, Target
 from specbench.target.loading import attention_name
 from specbench.target.masks import tree_mask
-from specbench.target.model import in_one_line
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_target
 
@@ -340,16 +339,8 @@ def test_the_cache_grows_beyond_its_slots_and_rows(family: str) -> None:
     assert cache.capacity == 256
     tokens_BN = assert_rows_score_like_branches(pair, cache, prompts, TREES[:2], seed=0)
     assert cache.capacity == 512
-    assert cache.num_bytes() == 2 * LAYERS * 2 * 512 * cache.keys[0].shape[1] * 8 * 4
     prefixes = committed(cache, prompts, tokens_BN)
     assert_rows_score_like_branches(pair, cache, prefixes, [Tree.chain(2)] * 2, seed=3)
-
-
-def test_a_cropped_row_goes_on_from_where_it_was_cropped() -> None:
-    pair = pair_of("qwen2 sliding")
-    cache = filled_cache(pair.target, PROMPTS[:1])
-    cache.crop(0, 6)
-    assert_rows_score_like_branches(pair, cache, [PROMPTS[0][:6]], [TREES[0]], seed=0)
 
 
 @pytest.mark.parametrize(
@@ -455,9 +446,3 @@ def test_end_of_sequence_ids_are_those_of_the_generation_config() -> None:
     model.generation_config.eos_token_id = [2, 9]
     assert Target(model).eos_ids == {2, 9}
     assert tiny_target().eos_ids == {2}
-
-
-def test_an_error_is_quoted_in_one_line() -> None:
-    assert in_one_line(ValueError("\nno such field:\n  depth.\n")) == "no such field: depth"
-    assert in_one_line(AssertionError()) == "AssertionError"
-    assert len(in_one_line(ValueError("word " * 200))) <= 240

@@ -147,11 +147,6 @@ class KVCache(Cache):
                 store[row, :, into] = store[row].index_select(1, index)
         self.lengths[row] = length + len(path)
 
-    def crop(self, row: int, length: int) -> None:  # type: ignore[override]
-        """Forgets all but the first ``length`` tokens of a row."""
-        assert 0 <= length <= self.lengths[row]
-        self.lengths[row] = length
-
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in ascending order, and closes the gaps: the i-th kept row becomes row
@@ -162,10 +157,6 @@ class KVCache(Cache):
                 for store in self._stores():
                     store[new, :, : self.lengths[old]] = store[old, :, : self.lengths[old]]
         self.lengths = [self.lengths[old] for old in rows]
-
-    def num_bytes(self) -> int:
-        """Bytes allocated."""
-        return sum(store.numel() * store.element_size() for store in self._stores())
 
     def _stores(self) -> list[torch.Tensor]:
         return [*self.keys.values(), *self.values.values()]

@@ -5,13 +5,16 @@ rotating queries and keys apart, taking fused products to pieces, modules that c
 layers of the families below are all the same, so one function runs them on their own weights, to
 the same bits. `Target` holds it against the modeling code at load.
 
-Shapes: B rows, N nodes, H query heads, K key-value heads, D head dimension, h hidden, S slots.
+Shapes: B rows, N nodes, T = B * N or a few more, H query heads, K key-value heads, D head
+dimension, h hidden, i inner.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from specbench.target.attention import grouped_attention
 from specbench.target.cache import KVCache
@@ -55,14 +58,17 @@ class LeanLayer:
     """
 
     def __init__(self, layer: Any, rotary: Rotary) -> None:
-        self.attention, self.mlp, self.rotary = layer.self_attn, layer.mlp, rotary
-        self.norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv: Product = self.attention.q_proj.product
-        self.gate_up: Product = self.mlp.gate_proj.product
-        self.head_dim: int = self.attention.head_dim
-        self.num_kv: int = self.attention.k_proj.out_features // self.head_dim
-        self.num_queries: int = self.attention.q_proj.out_features // self.head_dim
-        self.width: int = self.mlp.gate_proj.out_features
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.rotary, self.activation = attention, rotary, mlp.act_fn
+        self.norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.qkv: Product = attention.q_proj.product
+        self.out: Product = attention.o_proj.product
+        self.gate_up: Product = mlp.gate_proj.product
+        self.down: Product = mlp.down_proj.product
+        self.head_dim: int = attention.head_dim
+        self.num_kv: int = attention.k_proj.out_features // self.head_dim
+        self.num_queries: int = attention.q_proj.out_features // self.head_dim
+        self.width: int = mlp.gate_proj.out_features
 
     def __call__(
         self,
@@ -73,24 +79,33 @@ class LeanLayer:
         **_: Any,
     ) -> torch.Tensor:
         """[B, N, h] -> [B, N, h], the nodes' keys and values written to the cache."""
-        hidden_BNh = hidden_BNh + self._attend(
-            self.norms[0](hidden_BNh), attention_mask, cache, position_embeddings
+        batch, num_nodes = hidden_BNh.shape[:2]
+        # Padded to what the products want at once, and not by each of them.
+        num_rows = self.qkv.padded_to(batch * num_nodes)
+        x_Th = _padded(hidden_BNh.reshape(batch * num_nodes, -1), num_rows)
+        heads_Ti = self.qkv.multiply(self.norms[0](x_Th))[: batch * num_nodes]
+        mixed_BNHD = self._attend(
+            heads_Ti.view(batch, num_nodes, -1, self.head_dim),
+            attention_mask,
+            cache,
+            position_embeddings,
         )
-        gate_up = self.gate_up(self.norms[1](hidden_BNh))
-        inner = self.mlp.act_fn(gate_up[..., : self.width]) * gate_up[..., self.width :]
-        out: torch.Tensor = hidden_BNh + self.mlp.down_proj(inner)
-        return out
+        mixed_Ti = _padded(mixed_BNHD.view(batch * num_nodes, -1), num_rows)
+        x_Th = x_Th + self.out.multiply(mixed_Ti)
+        gate_up_Ti = self.gate_up.multiply(self.norms[1](x_Th))
+        inner_Ti = self.activation(gate_up_Ti[:, : self.width]) * gate_up_Ti[:, self.width :]
+        x_Th = x_Th + self.down.multiply(inner_Ti)
+        return x_Th[: batch * num_nodes].view_as(hidden_BNh)
 
     def _attend(
         self,
-        x_BNh: torch.Tensor,
+        heads_BNHD: torch.Tensor,
         mask: torch.Tensor,
         cache: KVCache,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        batch, num_nodes, _ = x_BNh.shape
-        heads = self.qkv(x_BNh).view(batch, num_nodes, -1, self.head_dim)
-        rotated, value = heads[:, :, : -self.num_kv], heads[:, :, -self.num_kv :]
+        """The heads of queries, keys and values, H + 2 K of them -> [B, N, H, D]."""
+        rotated, value = heads_BNHD[:, :, : -self.num_kv], heads_BNHD[:, :, -self.num_kv :]
         if hasattr(self.attention, "q_norm"):
             rotated = torch.cat(
                 [
@@ -103,7 +118,7 @@ class LeanLayer:
         keys, values = cache.update(
             rotated[:, self.num_queries :], value.transpose(1, 2), self.attention.layer_idx
         )
-        out, _ = grouped_attention(
+        mixed_BNHD, _ = grouped_attention(
             self.attention,
             rotated[:, : self.num_queries],
             keys,
@@ -111,13 +126,30 @@ class LeanLayer:
             mask,
             scaling=self.attention.scaling,
         )
-        mixed: torch.Tensor = self.attention.o_proj(out.view(batch, num_nodes, -1))
-        return mixed
+        return mixed_BNHD
+
+
+def _padded(x_Th: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """With rows of zeros behind, up to so many."""
+    missing = num_rows - x_Th.shape[0]
+    return F.pad(x_Th, (0, 0, 0, missing)) if missing else x_Th
+
+
+def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A root mean square norm; in one operation where it rounds as the module does."""
+    weight, eps = module.weight, module.variance_epsilon
+    if weight.dtype == torch.float32:
+        return lambda x: F.rms_norm(x, weight.shape, weight, eps)
+    call: Callable[[torch.Tensor], torch.Tensor] = module.forward
+    return call
 
 
 def is_common(layer: Any) -> bool:
     """Whether a layer is of a family whose layers are alike, with its products packed and fused."""
     if type(layer).__name__ not in _FAMILIES or hasattr(layer, "_hf_hook"):
         return False
-    fused = (layer.self_attn.q_proj, layer.mlp.gate_proj)
-    return all(isinstance(one, PackedLinear) and one.columns is not None for one in fused)
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (attention.q_proj, mlp.gate_proj, attention.o_proj, mlp.down_proj)
+    return all(isinstance(one, PackedLinear) for one in linears) and all(
+        one.columns is not None for one in linears[:2]
+    )

@@ -24,9 +24,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from specbench.messages import in_one_line
 from specbench.target import attention
 from specbench.target.masks import mask_kinds
-from specbench.target.model import Target, in_one_line
+from specbench.target.model import Target
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

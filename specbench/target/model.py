@@ -8,7 +8,6 @@ vocabulary, h hidden.
 """
 
 import hashlib
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specbench.messages import in_one_line
 from specbench.target import lean, packing
 from specbench.target.attention import note_extents
 from specbench.target.cache import KVCache
@@ -334,12 +334,6 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int, name: str) -> list[
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise ValueError(f"{name}: no list of {num_layers} decoder layers in {type(model).__name__}")
-
-
-def in_one_line(error: BaseException) -> str:
-    """What a message quotes of another's error."""
-    text = textwrap.shorten(str(error), 240, placeholder=" ...").rstrip(".: ")
-    return text or type(error).__name__
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -54,6 +54,10 @@ class Product(ABC):
     def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out], the bias added; N is 1 at least."""
 
+    def padded_to(self, num_tokens: int) -> int:
+        """The number of rows at which this many tokens are multiplied fastest; no fewer."""
+        return num_tokens
+
     @abstractmethod
     def dense(self) -> torch.Tensor:
         """The weight as a plain tensor again, [out, in]; laid out anew at every call."""
@@ -102,7 +106,7 @@ class PackedProduct(Product):
         """[N, in] -> [N, out]; for oneDNN few tokens are filled up to where its fast kernels
         begin."""
         num_tokens = tokens_Ni.shape[0]
-        if self.narrow is not None and num_tokens <= _MAX_NARROW:
+        if self._is_narrow(num_tokens):
             out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(
                 tokens_Ni.float(), self.narrow
             )
@@ -112,6 +116,13 @@ class PackedProduct(Product):
             tokens_Ni = self.padded
         out = torch.ops.mkldnn._linear_pointwise(tokens_Ni, self.packed, self.bias, "none", [], "")
         return out[:num_tokens]
+
+    def padded_to(self, num_tokens: int) -> int:
+        """Few tokens are slower than four, but for FBGEMM."""
+        return num_tokens if self._is_narrow(num_tokens) else max(num_tokens, _MIN_TOKENS)
+
+    def _is_narrow(self, num_tokens: int) -> bool:
+        return self.narrow is not None and num_tokens <= _MAX_NARROW
 
     def dense(self) -> torch.Tensor:
         """The weight as a plain tensor again, [out, in]."""

@@ -1,0 +1,30 @@
+"""What messages to a user are made of; imports nothing heavy."""
+
+import difflib
+import textwrap
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """A hint at the nearest valid name, or nothing."""
+    close = difflib.get_close_matches(name, list(choices), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a message quotes of another's error."""
+    if isinstance(error, ValidationError):
+        return _first_problem(error)
+    missing = "no such key: " if isinstance(error, KeyError) else ""
+    text = missing + textwrap.shorten(str(error), 240, placeholder=" ...").rstrip(".: ")
+    return text or type(error).__name__
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first of the things that pydantic found wrong."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
