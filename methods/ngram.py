@@ -37,9 +37,9 @@ class NgramConfig(MethodConfig):
     """
 
     depth: int = 11
-    max_match: int = 4
+    max_match: int = 8
     min_match: int = 1
-    tokens_per_match: int = 3
+    tokens_per_match: int = 2
     branches: int = 1
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """One shard: references, rotated passes, times, and what becomes of requests that fail."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,11 @@ def test_one_prompt_that_breaks_a_method_fails_alone_in_its_batch(measure: Measu
     records = measure(
         chat_prompts(3)[1:], "breaks", batch_size=4, knobs={"breaks": {"prompt": "p2"}}
     )
-    assert failures(records) == {
-        ("breaks", "p2"): "RuntimeError: no draft for this one (breaking_drafters.py, line 42)"
-    }
+    (failure,) = failures(records).items()
+    assert failure[0] == ("breaks", "p2")
+    assert re.fullmatch(
+        r"RuntimeError: no draft for this one \(drafters_that_break.py, line \d+\)", failure[1]
+    )
     assert requests(records, "breaks") == ["p1"]
     assert [t.method for t in timings(records)] == ["vanilla"]
 
@@ -187,8 +190,9 @@ def test_a_request_that_fails_has_no_number_of_any_round(measure: Measure) -> No
 def test_a_batch_that_only_fails_together_fails_as_one(measure: Measure) -> None:
     """None of its requests is to blame, so none has a number."""
     records = measure(chat_prompts(3)[1:], "crowded", batch_size=4)
-    reason = "RuntimeError: out of memory"
-    assert failures(records) == {("crowded", "p1"): reason, ("crowded", "p2"): reason}
+    found = failures(records)
+    assert found.keys() == {("crowded", "p1"), ("crowded", "p2")}
+    assert all(reason.startswith("RuntimeError: out of memory (") for reason in found.values())
     assert requests(records, "crowded") == []
 
 

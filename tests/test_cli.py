@@ -324,7 +324,7 @@ def test_methods_are_listed_with_their_knobs(
     monkeypatch.setenv("COLUMNS", "200")
     assert specbench("methods") == 0
     shown = capsys.readouterr().out
-    for word in ("vanilla", "ngram", "max_match=4", "breaks", "drafters-that-break", "Raises on"):
+    for word in ("vanilla", "ngram", "max_match=8", "breaks", "drafters-that-break", "Raises on"):
         assert word in shown
 
 
