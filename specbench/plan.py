@@ -92,6 +92,11 @@ class Plan:
             yield
         finally:
             lock.release()
+            if not (self.folder / "run.json").exists():
+                # A run that did not begin leaves nothing behind.
+                with contextlib.suppress(OSError):
+                    (self.folder / ".lock").unlink()
+                    self.folder.rmdir()
 
     def begin(self, described: Sequence[Mapping[str, Any]]) -> list[str]:
         """Files the run's settings and provenance; for a run that goes on, holds them against those

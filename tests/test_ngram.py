@@ -143,7 +143,7 @@ def test_a_step_indexes_the_new_tokens_only() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"min_match": "5"}, "valid: 1 <= min_match <= max_match"),
+        ({"min_match": "9"}, "valid: 1 <= min_match <= max_match"),
         ({"min_match": "0"}, "valid: 1 <= min_match <= max_match"),
         ({"branches": "0"}, "branches 0 is out of range; valid: 1"),
         ({"branches": "65"}, "branches 65 is out of range; valid: 1..64"),

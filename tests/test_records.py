@@ -113,7 +113,7 @@ def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "guess"}, "no such key or kind: 'guess'"),
+        ({"kind": "guess"}, "no such key: 'guess'"),
         ({"colour": "red"}, "colour"),
         ({"steps": [[2, 2, 3, 3, 3]]}, "accepted tokens lie within the offered depth"),
         ({"steps": [[2, 2, 1]]}, "unpack"),

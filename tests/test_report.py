@@ -25,7 +25,6 @@ from tests.made_runs import (
     paired,
     reference,
     resource,
-    timing,
 )
 
 
@@ -66,7 +65,7 @@ def test_a_method_is_shown_with_all_its_numbers() -> None:
 def test_costs_and_positions_have_tables_of_their_own() -> None:
     text = render([made_run(*paired("echo", 1.5))], "md")
     # One step accepts 2 of 3, the other 0 of 1.
-    assert row(text, "echo", 0) == ["echo", "2.00", "50.0 %", "100.0 %", "0.0 %"]
+    assert row(text, "echo", 0) == ["echo", "2.00", "2.00", "50.0 %", "100.0 %", "0.0 %"]
     assert row(text, "echo", 1) == ["echo", "0.500", "1.00", "50.0 %", "2166.7", "500.0", "3.0"]
     assert row(text, "vanilla", 1) == ["vanilla", "1.000", "0.00", "-", "1625.0", "500.0", "0.0"]
 
@@ -291,13 +290,13 @@ def test_the_unknown_format_and_no_runs_are_errors() -> None:
 def test_a_pipe_gets_whole_lines_of_at_most_a_hundred_columns() -> None:
     label = "a label of many words that has to be broken somewhere"
     methods = {**INFO["methods"], "echo": {"label": label, "extra_bytes": 0}}
-    records = [*paired("echo", 1.02, num_prompts=3), failure("echo", "x" * 30, "a reason " * 12)]
+    records = [*paired("echo", 1.02, num_prompts=5), failure("echo", "x" * 30, "a reason " * 12)]
     text = printed([made_run(*records, methods=methods)], width=40)
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text
     assert f"1.02x{NO_BREAK}[1.02,{NO_BREAK}1.02]" in text
     assert all(word in text for word in label.split())
-    assert re.search(r"exact 3/3 +1", text)
+    assert re.search(r"exact 5/5 +1", text)
 
 
 def test_a_terminal_narrower_than_the_tables_loses_no_digit() -> None:
@@ -402,7 +401,5 @@ def test_a_report_needs_neither_torch_nor_what_measures() -> None:
 
 
 def test_an_interrupted_run_is_reported_from_its_folder(tmp_path: Path) -> None:
-    run = filed_run(
-        tmp_path, [*paired("echo", 2), timing("echo", ["z"], 1)], shards=["code-0", "c"]
-    )
+    run = filed_run(tmp_path, paired("echo", 2), shards=["code-0", "c"])
     assert "1 of 2 shards are missing" in render([run], "md")
