@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from specbench.workloads import Prompt, Workload, load_workload
 
+_LONGEST_NAME = 200
 _LEAST_PROMPTS = 4
 """A shard costs a file and a little waiting for the last worker: more prompts than one."""
 
@@ -31,6 +32,11 @@ def load_workloads(sources: Sequence[str], num_prompts: int | None) -> list[Work
     """
     workloads = [load_workload(source, num_prompts) for source in sources]
     for workload in workloads:
+        if len(workload.name.encode()) > _LONGEST_NAME:
+            raise ValueError(
+                f"workload {workload.name[:40]}...: its name is too long for a file; valid: up to "
+                f"{_LONGEST_NAME} bytes"
+            )
         _check_ids(workload)
     count = Counter(workload.name for workload in workloads)
     return [

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.messages import suggest
+from specbench.messages import in_one_line, suggest
 from specbench.sources import Prompt, Source, read_data_set, read_file
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def build_prompt(
         instruction: the workload's, which each turn is put in if there is a chat template.
 
     Raises:
-        ValueError: all turns are answered, or the prompt has no token and the tokenizer no BOS.
+        ValueError: all turns are answered, the chat template cannot be applied, or the prompt has
+        no token and the tokenizer no BOS.
     """
     if len(answers) >= len(turns):
         raise ValueError(f"{len(answers)} answers to {len(turns)} turns leave nothing to answer")
@@ -224,9 +225,16 @@ def _chat_ids(
         {"role": "assistant" if i % 2 else "user", "content": text}
         for i, text in enumerate(_alternate(asked, answers))
     ]
-    ids: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    from jinja2 import TemplateError
+
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the tokenizer's chat template cannot be applied: {in_one_line(error)}"
+        ) from error
     return list(ids)
 
 

@@ -37,6 +37,12 @@ def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert load_workloads(sources[:1], None)[0].name == "w.jsonl"
 
 
+def test_a_name_too_long_for_a_shards_file_is_refused(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / ("w" * 240 + ".jsonl"), chat_prompts(2))
+    with pytest.raises(ValueError, match="its name is too long for a file; valid: up to 200"):
+        load_workloads([str(path)], None)
+
+
 def test_a_prompt_named_like_a_later_turn_is_refused(tmp_path: Path) -> None:
     """Its records could not be told from the turn's."""
     rows: list[dict[str, Any]] = [

@@ -4,6 +4,7 @@ The plain model is transformers' own, with its own attention and without a cache
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -422,6 +423,16 @@ def test_a_model_that_scores_a_branch_differently_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="some bert: BertLMHeadModel scores a branch of a token"):
         Target(model, name="some bert")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_logits_are_no_numbers_is_refused(dtype: torch.dtype) -> None:
+    model = tiny_model()
+    torch.nn.Module.to(model, dtype)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.nan)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="has logits that are no numbers in torch"):
+        Target(model)
 
 
 def test_a_model_that_takes_no_cache_is_refused() -> None:

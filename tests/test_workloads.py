@@ -367,6 +367,13 @@ def test_answering_more_than_was_asked_is_refused() -> None:
         build_prompt(tiny_tokenizer(), ["a", "b"], ["c", "d"])
 
 
+@pytest.mark.parametrize("template", ["{{ nothing.at.all }}", "{% if %}", "{{ messages + 1 }}"])
+def test_a_broken_chat_template_is_an_error_in_one_line(template: str) -> None:
+    tokenizer = plain_tokenizer(chat_template=template)
+    with pytest.raises(ValueError, match="chat template cannot be applied: ."):
+        build_prompt(tokenizer, ["hello"])
+
+
 def test_without_a_chat_template_the_text_is_taken_as_it_is() -> None:
     tokenizer = plain_tokenizer()
     assert build_prompt(tokenizer, ["\nab"], [], "Do {prompt}") == (3, 1, 2)
