@@ -17,12 +17,13 @@ from specbench.sampling import Sampling, gumbel, position_key, warp
 from specbench.target import Target
 from specbench.tree import Tree
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 """Logit gap up to which two tokens count as tied, by dtype, as a share of the largest logit's size:
-rounding is relative. Measured on the default target between forwards of 1 and of 4, 8 and 64 tokens
-over the same text, among the 20 likeliest tokens of 1900 positions: the gap between two tokens
-differed by 0.009 in the median and 0.03 at most in bfloat16, by 1e-6 and 3e-6 in float32. An output
-that left the reference is scored by a third forward, so somewhat more is allowed."""
+rounding is relative. Measured on the default target, at 1900 positions, between forwards of 1 and of
+4, 8 and 64 tokens over the same text: the gap between the two likeliest tokens differed by 0.003 in
+the median and 0.022 at most in bfloat16 (of 20 tokens the two that differed most: 0.03), by 3e-7 and
+2e-6 in float32. The outputs of 50 code and 50 creative prompts that left the reference in bfloat16
+did so at gaps of up to 0.012."""
 
 _CHUNK = 64
 
