@@ -5,6 +5,7 @@ Everything that is compared runs in one process, on one device, in turns.
 """
 
 import contextlib
+import math
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -191,6 +192,9 @@ class Bench:
     ) -> ReferenceRecord:
         request, output = row.request, row.output
         logits_TV = lossless.score(self.target, request.prompt, output)
+        entropy_nats = lossless.mean_entropy(logits_TV)
+        if not math.isfinite(entropy_nats):
+            raise ValueError("the target's logits are no numbers along its own output")
         return ReferenceRecord(
             workload=workload.name,
             workload_kind=workload.kind,
@@ -200,7 +204,7 @@ class Bench:
             finish=row.finish or "",
             text=self._text(row),
             # The last digits of a sum depend on how many threads it was cut up for.
-            entropy_nats=round(lossless.mean_entropy(logits_TV), 4),
+            entropy_nats=round(entropy_nats, 4),
             looping=is_looping(output),
             decoding={
                 **asdict(sampling),

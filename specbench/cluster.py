@@ -47,9 +47,15 @@ def run(plan: Plan, *, use_ray: bool = True) -> Run:
         written.
     """
     if plan.pending:
-        with plan.alone(), Progress(len(plan.shards), plan.num_done) as progress:
-            (_run_on_ray if use_ray else _run_here)(plan, progress)
+        with plan.alone():
+            _run_pending(plan, use_ray)
     return read_run(plan.folder)
+
+
+def _run_pending(plan: Plan, use_ray: bool) -> None:
+    if plan.pending:
+        with Progress(len(plan.shards), plan.num_done) as progress:
+            (_run_on_ray if use_ray else _run_here)(plan, progress)
 
 
 def _run_here(plan: Plan, progress: Progress) -> None:

@@ -87,10 +87,10 @@ class RunConfig:
         known = registry.sources()
         names = self.methods or tuple(known)
         object.__setattr__(self, "methods", tuple(dict.fromkeys((BASELINE, *names))))
-        for method in self.knobs:
+        for method, knobs in self.knobs.items():
             if method not in self.methods:
                 raise ValueError(
-                    f"--set {method}.{next(iter(self.knobs[method]))}: method {method!r} is not "
+                    f"--set {method}.{next(iter(knobs), '')}: method {method!r} is not "
                     f"in this run{suggest(method, self.methods)}; "
                     f"valid: {', '.join(self.methods)}"
                 )

@@ -75,6 +75,7 @@ class Plan:
             ValueError: another one does, or has begun there, or the folder cannot be written.
         """
         lock = FileLock(self.folder / ".lock", timeout=0)
+        is_new = not self.folder.exists()
 
         def acquire() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,18 +86,26 @@ class Plan:
                     f"another run is writing to {self.folder}; wait for it or choose another --out"
                 ) from error
 
-        self._write(acquire)
         try:
-            if self.before is None:
-                _check_free(self.folder)
+            self._write(acquire)
+            self._catch_up()
             yield
         finally:
-            lock.release()
-            if not (self.folder / "run.json").exists():
+            if lock.is_locked and is_new and not (self.folder / "run.json").exists():
                 # A run that did not begin leaves nothing behind.
                 with contextlib.suppress(OSError):
                     (self.folder / ".lock").unlink()
                     self.folder.rmdir()
+            lock.release()
+
+    def _catch_up(self) -> None:
+        """Takes in what another run did in the folder since this one was planned."""
+        if self.before is None:
+            _check_free(self.folder)
+        else:
+            self.before = read_info(self.folder)
+            left = (s for s in self.pending if _why_open(self.folder, s.id) is not None)
+            self.pending = deque(left)
 
     def begin(self, described: Sequence[Mapping[str, Any]]) -> list[str]:
         """Files the run's settings and provenance; for a run that goes on, holds them against those

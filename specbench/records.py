@@ -68,6 +68,9 @@ class Divergence(_Strict):
     tolerance: float | None
     """The gap up to which it is a tie; None where only one of the outputs had ended."""
 
+    def __post_init__(self) -> None:
+        assert self.gap is None or self.tolerance is not None, "a gap has a tolerance"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord(_Strict):
@@ -155,7 +158,8 @@ _KINDS: dict[str, type] = {
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in _KINDS.items()}
-_INFO_PARTS = ("settings", "provenance", "target", "methods", "workloads")
+_NESTED_PARTS = ("methods", "workloads")
+_INFO_PARTS = ("settings", "provenance", "target", *_NESTED_PARTS)
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ def read_shard(path: Path) -> list[Record]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         header = lines.pop(0)
         schema = header["schema"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+    except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable result file: {in_one_line(error)}") from error
     _check_schema(path, schema)
     shard, expected = header.get("shard"), header.get("num_records")
@@ -289,13 +293,16 @@ def read_info(folder: Path) -> dict[str, Any]:
     try:
         info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         schema = info["schema"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder} holds no readable run: {in_one_line(error)}") from error
     _check_schema(folder / "run.json", schema)
-    if not isinstance(info.get("shards"), list):
+    shards = info.get("shards")
+    if not isinstance(shards, list) or not all(isinstance(shard, str) for shard in shards):
         raise ValueError(f"{folder} holds no readable run: run.json lists no shards")
     for part in _INFO_PARTS:
-        if not isinstance(info.get(part), dict):
+        value = info.get(part)
+        nested = value.values() if isinstance(value, dict) and part in _NESTED_PARTS else ()
+        if not isinstance(value, dict) or not all(isinstance(inner, dict) for inner in nested):
             raise ValueError(f"{folder} holds no readable run: run.json has no {part}")
     return info
 

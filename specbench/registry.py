@@ -74,7 +74,7 @@ def load_method(name: str) -> type[Method]:
         module = importlib.import_module(source.module)
     except ImportError as error:
         raise ValueError(f"method {name!r} cannot be loaded: {error}{_hint(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"method {name!r} is broken: {type(error).__name__}: {error}") from error
     methods = _methods_in(module, source.attribute)
     if len(methods) != 1:

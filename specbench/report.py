@@ -55,8 +55,7 @@ def print_report(runs: Sequence[Run], console: Console, *, define: bool = True) 
     Raises:
         ValueError: no runs, or runs that contradict each other.
     """
-    page = _report(_sections(runs))
-    print_page(page if define else page[:-2], console)
+    print_page(_report(_sections(runs), define), console)
 
 
 def render_leaderboard(runs: Sequence[Run]) -> str:
@@ -87,7 +86,7 @@ def _sections(runs: Sequence[Run]) -> list[Section]:
     return sections(runs)
 
 
-def _report(found: Sequence[Section]) -> Page:
+def _report(found: Sequence[Section], define: bool = True) -> Page:
     page: list[Heading | Note | Table] = []
     for section in found:
         page.append(Heading(title(section.union), 1))
@@ -96,7 +95,7 @@ def _report(found: Sequence[Section]) -> Page:
             page += _workload(workload)
         page.append(Heading("How it was measured", 2))
         page += [Note(line) for line in provenance_lines(section)]
-    return [*page, Heading("Definitions", 2), _definitions()]
+    return [*page, Heading("Definitions", 2), _definitions()] if define else page
 
 
 def _remarks(section: Section) -> Page:

@@ -33,10 +33,13 @@ DTYPES = [
 
 
 def target_of(family: str, dtype: torch.dtype) -> Target:
-    """A tiny random model; the same for the same arguments."""
+    """A tiny random model, norms and biases too; the same for the same arguments."""
     torch.manual_seed(2)
     config = AutoConfig.for_model(family, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    with torch.no_grad():
+        for weight in (p for p in model.parameters() if p.dim() == 1):
+            weight.add_(torch.randn_like(weight), alpha=0.3)
     return Target(model, name=family)
 
 
@@ -56,7 +59,13 @@ def test_a_shortened_layer_gives_the_same_bits(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = target_of(family, dtype)
-    assert all(lean.is_common(layer) for layer in short.layers)
+    calls = []
+    attend = lean.LeanLayer._attend
+    monkeypatch.setattr(
+        lean.LeanLayer, "_attend", lambda self, *args: (calls.append(self), attend(self, *args))[1]
+    )
+    run(short, [TREE])
+    assert len(set(calls)) == len(short.layers)
     monkeypatch.setattr(lean, "is_common", lambda layer: False)
     plain = target_of(family, dtype)
     for trees in ([TREE], [Tree.chain(0)], [TREE, Tree.chain(2), Tree.of((-1, 0, 0))]):
@@ -70,6 +79,15 @@ def test_layers_that_differ_keep_their_own_code() -> None:
         config = AutoConfig.for_model(family, **SIZES, pad_token_id=0)
         target = Target(AutoModelForCausalLM.from_config(config, attn_implementation=NAME))
         assert not any(lean.is_common(layer) for layer in target.layers)
+
+
+def test_layers_with_hooks_keep_their_own_code() -> None:
+    for part in ("", "self_attn", "mlp.down_proj", "input_layernorm"):
+        target = target_of("llama", torch.float32)
+        module = target.layers[0].get_submodule(part)
+        module.register_forward_pre_hook(lambda module, inputs: None)
+        assert not lean.is_common(target.layers[0])
+        assert lean.is_common(target.layers[1])
 
 
 def test_layers_that_are_not_packed_keep_their_own_code() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,30 @@ def twin_target(dtype: torch.dtype, shade: float) -> Target:
         head[1::2] = head[:-1:2] * (1 - shade)
     nn.Module.to(model, dtype)
     return Target(model)
+
+
+def test_the_tolerance_grows_with_the_likeliest_tokens_logits_and_no_others() -> None:
+    output = reference(target(), REQUEST)
+    for scale in (1.0, 10.0):
+        model = looping_model(eos_token_id=None)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(scale)
+        other = Target(model)
+        forward = other.forward
+
+        def masked(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            """As some models do for tokens that they must not say."""
+            out = forward(*args, **kwargs)
+            out.logits_BMV[..., 3] = torch.finfo(torch.float32).min
+            return out
+
+        other.forward = masked  # type: ignore[method-assign]
+        logits_V = scale * own_logits(target(), REQUEST.prompt, output)[4]
+        token = int(logits_V.topk(2).indices[1])
+        found = compare(other, REQUEST, GREEDY, output, replaced(output, 4, token))
+        assert found.verdict == "broken" and found.divergence is not None
+        largest = float(logits_V.topk(20).values.abs().max())
+        assert found.divergence.tolerance == pytest.approx(1e-5 * largest, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -257,9 +257,34 @@ def test_two_runs_do_not_write_to_one_folder(target: Path, prompts: Path, tmp_pa
     assert outputs(read_run(tmp_path / "run")) == outputs(finished)
 
 
+def test_of_two_runs_that_go_on_the_second_does_what_the_first_left(
+    whole: Path, folder: Path
+) -> None:
+    shards: Sequence[str] = read_info(folder)["shards"]
+    shard_path(folder, shards[1]).unlink()
+    first, second = plan.resume(folder), plan.resume(folder)
+    run(first, use_ray=False)
+    finished = inodes(folder, shards)
+    assert outputs(run(second, use_ray=False)) == outputs(read_run(whole))
+    assert inodes(folder, shards) == finished
+    assert len(read_info(folder)["provenance"]["resumed"]) == 1
+
+
+def test_a_run_that_does_not_begin_leaves_the_folder_as_it_was(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own").mkdir()
+    for name, kept in (("own", True), ("new", False)):
+        todo = plan.new(tiny_config(target, prompts, "ngram"), tmp_path / name)
+        with pytest.raises(RuntimeError), todo.alone():
+            raise RuntimeError
+        assert (tmp_path / name).exists() == kept
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"knobs": {"nobody": {}}}, "method 'nobody' is not in this run"),
         ({"prompts": "many"}, "prompts: Input should be a valid integer"),
         ({"methods": 3}, "methods: Input should be a valid tuple"),
         ({"colour": "red"}, "colour: Unexpected keyword argument"),

@@ -90,6 +90,13 @@ def test_a_file_that_ends_between_records_is_refused(folder: Path) -> None:
         read_run(folder)
 
 
+def test_a_file_of_endless_brackets_is_refused(folder: Path) -> None:
+    for path in (shard_path(folder, "code-0"), folder / "run.json"):
+        path.write_text("[" * 100_000)
+        with pytest.raises(ValueError, match="readable"):
+            read_run(folder)
+
+
 def test_an_empty_file_is_refused(folder: Path) -> None:
     shard_path(folder, "code-0").write_text("")
     with pytest.raises(ValueError, match="is not a readable result file"):
@@ -124,6 +131,10 @@ def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], messa
         ({"lossless": "exact", "divergence": None, "tokens": [9, 9, 9]}, "called exact, but"),
         ({"lossless": "perhaps"}, "losslessness is one of exact, tie"),
         ({"divergence": {"position": 1}}, "divergence.expected: Field required"),
+        (
+            {"divergence": {"position": 1, "expected": 7, "found": 8, "gap": 1, "tolerance": None}},
+            "divergence: Assertion failed, a gap has a tolerance",
+        ),
     ],
 )
 def test_a_broken_record_is_refused_with_its_line(
@@ -153,6 +164,8 @@ def test_a_time_that_cannot_be_is_refused(folder: Path, seconds: float) -> None:
 def test_a_run_without_one_of_its_parts_is_refused(folder: Path, part: str) -> None:
     info = json.loads((folder / "run.json").read_text())
     something_else: tuple[Any, ...] = (None, [], "text")
+    if part in ("methods", "workloads"):
+        something_else = (*something_else, {"name": 3})
     for broken in something_else:
         (folder / "run.json").write_text(json.dumps(info | {part: broken}))
         with pytest.raises(ValueError, match=f"holds no readable run: run.json has no {part}"):

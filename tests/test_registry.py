@@ -115,6 +115,7 @@ def test_where_no_methods_are_asked_for_one_that_cannot_be_loaded_is_left_out(ow
         ("import specbench.nothing", "cannot be loaded: No module named 'specbench.nothing'"),
         ("raise ImportError('pip install heads')", "cannot be loaded: pip install heads"),
         ("1 / 0", "is broken: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "is broken: SystemExit: 3"),
         ("def propose(:", "is broken: SyntaxError"),
         ("", "is broken: specbench_methods.{name} defines 0 methods; valid: exactly one"),
         (METHOD + METHOD.replace("Idle", "Lazy"), "defines 2 methods; valid: exactly one"),

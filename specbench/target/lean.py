@@ -2,8 +2,9 @@
 
 At a few tokens per step much of a layer's time goes into what lies between its matrix products:
 rotating queries and keys apart, taking fused products to pieces, modules that call modules. The
-layers of the families below are all the same, so one function runs them on their own weights, to
-the same bits. `Target` holds it against the modeling code at load.
+layers of the families below are all the same, so one function runs them on their own weights, with
+the same operations on the same numbers. `Target` compares it with the modeling code at load, within
+rounding. It reads a layer once: what is changed in the layer later is not seen.
 
 Shapes: B rows, N nodes, T = B * N or a few more, H query heads, K key-value heads, D head
 dimension, h hidden, i inner.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from specbench.target.attention import grouped_attention
 from specbench.target.cache import KVCache
@@ -146,10 +148,15 @@ def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def is_common(layer: Any) -> bool:
     """Whether a layer is of a family whose layers are alike, with its products packed and fused."""
-    if type(layer).__name__ not in _FAMILIES or hasattr(layer, "_hf_hook"):
+    if type(layer).__name__ not in _FAMILIES or any(map(_has_hooks, layer.modules())):
         return False
     attention, mlp = layer.self_attn, layer.mlp
     linears = (attention.q_proj, mlp.gate_proj, attention.o_proj, mlp.down_proj)
     return all(isinstance(one, PackedLinear) for one in linears) and all(
         one.columns is not None for one in linears[:2]
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks of accelerate or torch, which only the modeling code calls."""
+    return bool(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks)

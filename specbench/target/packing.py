@@ -8,6 +8,8 @@ the first of them to be called computes the product for all.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ _MIN_TOKENS = 4
 # Up to this number FBGEMM's kernel is the faster one.
 _MAX_NARROW = 4
 _LARGEST_HALF = 65504
+_MOST_BYTES_TWICE = 4 * 2**30
 
 
 def available(dtype: torch.dtype = torch.float32) -> bool:
@@ -87,18 +90,28 @@ class PackedProduct(Product):
 
     In bfloat16 one to four tokens take FBGEMM's kernel for 16-bit weights instead, which reads
     memory nearly twice as fast and computes in float32. It wants float16, which holds every
-    bfloat16 between 2^-17 and 65504 exactly, and smaller ones to within 2^-25.
+    bfloat16 between 2^-17 and 65504 exactly, and smaller ones to within 2^-25; the weight is then
+    held twice.
+
+    Args:
+        narrow: whether to use it.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_siblings: int = 1,
+        *,
+        narrow: bool = True,
     ) -> None:
         super().__init__(weight, bias, num_siblings)
         weight = weight.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _MIN_TOKENS)
         self.padded = weight.new_zeros(_MIN_TOKENS, weight.shape[1])
         self.narrow = None
-        if weight.dtype == torch.bfloat16 and _has_fbgemm() and weight.abs().max() < _LARGEST_HALF:
+        narrow &= weight.dtype == torch.bfloat16 and _has_fbgemm()
+        if narrow and weight.abs().max() < _LARGEST_HALF:
             bias = None if bias is None else bias.detach().float()
             self.narrow = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
 
@@ -162,7 +175,7 @@ class PackedLinear(nn.Module):
         return self.product.shared(x, self.sibling)[..., self.columns]
 
 
-def _fuse(parent: nn.Module, names: tuple[str, ...], make: type[Product]) -> bool:
+def _fuse(parent: nn.Module, names: tuple[str, ...], make: Callable[..., Product]) -> bool:
     layers = [getattr(parent, name, None) for name in names]
     linears = [layer for layer in layers if type(layer) is nn.Linear]
     if len(linears) != len(names) or len({layer.in_features for layer in linears}) > 1:
@@ -182,16 +195,20 @@ def _fuse(parent: nn.Module, names: tuple[str, ...], make: type[Product]) -> boo
     return True
 
 
-def pack(model: nn.Module, make: type[Product] = PackedProduct) -> int:
+def pack(model: nn.Module, make: Callable[..., Product] | None = None) -> int:
     """Replaces every `nn.Linear` of a CPU model by one on a prepared weight, in place.
 
     Args:
         model: the model.
-        make: how a weight is prepared.
+        make: how a weight is prepared; None for `PackedProduct`, which holds the weights of a small
+            model twice.
 
     Returns:
         The number of layers replaced.
     """
+    if make is None:
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        make = partial(PackedProduct, narrow=num_bytes <= _MOST_BYTES_TWICE)
     count = 0
     # No list holds a linear layer: its weight is freed as soon as it is replaced.
     for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
