@@ -15,6 +15,7 @@ from accelerate import dispatch_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specbench.target import FINAL, KVCache, Resume, Target
+from specbench.target import model as model_module
 from specbench.target.loading import attention_name
 from specbench.target.masks import tree_mask
 from specbench.tree import Tree
@@ -415,6 +416,32 @@ def test_settings_that_a_config_class_does_not_know_are_ignored_as_its_code_igno
     pair = Pair(plain, Target(model))
     cache = filled_cache(pair.target, PROMPTS[:1])
     assert_rows_score_like_branches(pair, cache, PROMPTS[:1], TREES[:1], seed=0)
+
+
+def all_visible(
+    lengths: Any, trees: Any, starts: Any, num_nodes: int, num_slots: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A mask that hides nothing."""
+    return torch.zeros(len(trees), 1, num_nodes, num_slots, dtype=dtype)
+
+
+def by_slot(lengths: Any, trees: Any, starts: Any, num_nodes: int) -> torch.Tensor:
+    """Positions that count slots."""
+    return torch.tensor([[length + node for node in range(num_nodes)] for length in lengths])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("tree_mask", all_visible), ("tree_positions", by_slot)]
+)
+def test_wrong_masks_and_positions_are_noticed_at_load(
+    name: str, wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, name, wrong)
+    model = tiny_model(initializer_range=0.3)
+    torch.nn.Module.to(model, dtype)
+    with pytest.raises(ValueError, match="scores a branch of a token tree differently"):
+        Target(model)
 
 
 def test_a_model_that_scores_a_branch_differently_is_refused() -> None:
