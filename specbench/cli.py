@@ -142,6 +142,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from specbench import cluster, plan
 
         todo = _plan(arguments)
+        if not todo.pending:
+            print("specbench: nothing is left to do", file=sys.stderr)
         try:
             run = cluster.run(todo, use_ray=not arguments.no_ray)
         except KeyboardInterrupt:

@@ -171,7 +171,17 @@ class Proposal:
         drafted: Sequence[Sequence[int]],
         logq: Sequence[Mapping[int, torch.Tensor]] | None = None,
     ) -> "Proposal":
-        """A proposal from each row's drafted tokens (nodes 1, 2, ... of its tree)."""
+        """A proposal from each row's drafted tokens (nodes 1, 2, ... of its tree).
+
+        Raises:
+            ValueError: a row has more or fewer tokens than its tree has nodes.
+        """
+        for row, tree, nodes in zip(rows, trees, drafted, strict=True):
+            if len(nodes) != tree.num_drafted:
+                raise ValueError(
+                    f"row {row.request.id!r} has {len(nodes)} drafted tokens for a tree of "
+                    f"{tree.num_drafted}"
+                )
         tokens = [[row.tokens[-1], *nodes] for row, nodes in zip(rows, drafted, strict=True)]
         return Proposal(tokens_BN=pad_rows(tokens), trees=list(trees), logq=logq)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
 from specbench.stats import Floats
+from specbench.workloads import LEAST_TAIL
 
 DEFINITIONS = {
     "tau": "committed tokens / steps over all prompts: the bonus included, tokens behind the end "
@@ -36,6 +37,8 @@ DEFINITIONS = {
     "lossless": "outputs against the reference, token by token: exact; tie (first difference "
     "within the target's numerical tolerance); BROKEN; in law: only the distribution is the "
     "target's; LOSSY: the method does not claim it",
+    "rank": "of a method in the leaderboard by speed-up; with BROKEN or LOSSY outputs or without a "
+    "speed-up it has none",
     "failed": "requests that could not be decoded: each has a reason and no number",
     "depth": "offered depth per step: levels of the drafted tree, 0 where nothing was drafted",
     "forwards /token": "target forwards / committed tokens; below 1 / tau where rows share them",
@@ -46,7 +49,7 @@ DEFINITIONS = {
     "extra": "weights that the method needs beside the target's",
     "entropy": "mean next-token entropy of the target at T=1 along the reference, over all tokens",
     "looping": "share of references that run into a loop, the best case of copying drafters; those "
-    "under 24 tokens are too short to tell and count as none",
+    f"under {LEAST_TAIL} tokens are too short to tell and do not count",
     "-": "not measured, or not defined for this method",
 }
 
@@ -141,7 +144,7 @@ class WorkloadMetrics:
         num_requests: references.
         num_tokens: of the references.
         entropy_nats: mean over tokens; None without references.
-        looping: share of references that loop.
+        looping: share of references that loop, of those long enough to tell.
     """
 
     workload: str
@@ -158,6 +161,7 @@ def measure_workload(run: Run, workload: str) -> WorkloadMetrics:
     references = [record for record in run.references if record.workload == workload]
     names = {record.request for record in references}
     lengths = [len(record.tokens) for record in references]
+    long = [record for record in references if len(record.tokens) >= LEAST_TAIL]
     nats = sum(
         record.entropy_nats * length for record, length in zip(references, lengths, strict=True)
     )
@@ -168,7 +172,7 @@ def measure_workload(run: Run, workload: str) -> WorkloadMetrics:
         num_requests=len(references),
         num_tokens=sum(lengths),
         entropy_nats=_ratio(nats, sum(lengths)),
-        looping=_ratio(sum(record.looping for record in references), len(references)),
+        looping=_ratio(sum(record.looping for record in long), len(long)),
     )
 
 

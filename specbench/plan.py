@@ -252,6 +252,8 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
 def what_is_kept(folder: Path) -> str:
     """What is left of a run that stops, and how to go on with it."""
     if (folder / "run.json").is_file():
+        if not any((folder / "shards").glob("*.jsonl")):
+            return f"no shard is finished yet, begin again with `{resume_command(folder)}`"
         return f"what is finished is kept, go on with `{resume_command(folder)}`"
     return "nothing was measured yet"
 

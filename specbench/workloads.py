@@ -26,7 +26,8 @@ KINDS = ("code", "code_edit", "math", "extraction", "summarise", "creative", "ch
 _FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _LONGEST_PERIOD = 64
 _LEAST_REPEATS = 3
-_LEAST_TAIL = 24
+LEAST_TAIL = 24
+"""Outputs of fewer tokens are too short to tell whether they loop."""
 _NGRAM = 8
 _LEAST_TOKENS = 64
 _LOOPING_SHARE = 0.2
@@ -262,7 +263,7 @@ def is_looping(tokens: Sequence[int]) -> bool:
 
 def _ends_periodic(tokens: list[int]) -> bool:
     for period in range(1, _LONGEST_PERIOD + 1):
-        length = max(_LEAST_TAIL, _LEAST_REPEATS * period)
+        length = max(LEAST_TAIL, _LEAST_REPEATS * period)
         tail = tokens[-length:]
         if len(tail) == length and tail[period:] == tail[:-period]:
             return True

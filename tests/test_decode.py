@@ -284,6 +284,13 @@ def test_a_proposal_that_breaks_the_contract_is_refused(proposal: Proposal, mess
     check_proposal(Proposal.nothing([row]), [row], [Budget(0, 0)], ASCII_VOCAB)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2, 4])
+def test_drafted_tokens_must_be_as_many_as_their_trees_nodes(num_tokens: int) -> None:
+    row = Row(make_request(PROMPT, 8), list(PROMPT))
+    with pytest.raises(ValueError, match=f"has {num_tokens} drafted tokens for a tree of 3"):
+        Proposal.from_rows([row], [Tree.chain(3)], [[5] * num_tokens])
+
+
 class _Overshooting(Scripted):
     """Drafts one token more than it may."""
 

@@ -111,15 +111,16 @@ def test_turns_make_one_prompt_of_the_mean_tau() -> None:
 
 def test_a_workload_is_described_by_all_tokens_of_its_references() -> None:
     run = made_run(
-        reference("a", num_tokens=10, entropy_nats=0.2, looping=True),
-        reference("a/2", num_tokens=30, entropy_nats=1.0),
-        reference("b", num_tokens=10, entropy_nats=0.8),
+        reference("a", num_tokens=10, entropy_nats=0.2),
+        reference("a/2", num_tokens=30, entropy_nats=1.0, looping=True),
+        reference("b", num_tokens=60, entropy_nats=0.8),
         reference("c", workload="creative", entropy_nats=9.0),
     )
     workload = measure_workload(run, "code")
-    assert (workload.num_prompts, workload.num_requests, workload.num_tokens) == (2, 3, 50)
-    assert workload.entropy_nats == pytest.approx((2 + 30 + 8) / 50)
-    assert workload.looping == pytest.approx(1 / 3)
+    assert (workload.num_prompts, workload.num_requests, workload.num_tokens) == (2, 3, 100)
+    assert workload.entropy_nats == pytest.approx((2 + 30 + 48) / 100)
+    # The first is too short to tell.
+    assert workload.looping == pytest.approx(1 / 2)
 
 
 def test_a_workload_that_failed_throughout_has_a_kind_and_no_numbers() -> None:

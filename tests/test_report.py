@@ -120,13 +120,13 @@ def test_workloads_are_ordered_by_their_entropy() -> None:
 def test_the_line_of_a_workload_says_what_was_decoded_and_how() -> None:
     sampled = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "top_k": 40, "rule": "coupled"}
     run = made_run(
-        reference("a", entropy_nats=0.25, looping=True),
-        reference("a/2", entropy_nats=0.75),
+        reference("a", num_tokens=30, entropy_nats=0.25, looping=True),
+        reference("a/2", num_tokens=30, entropy_nats=0.75),
         reference("b", workload="creative", entropy_nats=2, decoding=sampled),
     )
     text = render([run], "md")
     assert (
-        "- kind code; 1 prompt (2 turns); 8 tokens; entropy 0.50 nats; looping 50.0 %; "
+        "- kind code; 1 prompt (2 turns); 60 tokens; entropy 0.50 nats; looping 50.0 %; "
         "greedy, at most 64 tokens"
     ) in text
     assert "T=0.8, top-k 40, top-p 0.9, rule coupled, at most 64 tokens" in text
