@@ -241,10 +241,10 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
     pending = deque(shard for shard in shards if shard.id in damaged)
     notes = [f"measured again: {reason}" for reason in damaged.values() if reason]
     notes += [
-        f"{_count_failures(folder, name)} failures in {shard_path(folder, name)} are kept; remove "
-        "the file to try them again"
+        f"{count} failures in {shard_path(folder, name)} are kept; remove the file to try them "
+        "again"
         for name in info["shards"]
-        if name not in damaged and _count_failures(folder, name)
+        if name not in damaged and (count := _count_failures(folder, name))
     ]
     return Plan(config, folder, workloads, shards, pending, started, info, notes)
 

@@ -143,9 +143,9 @@ def _reference(
     return row.output
 
 
-def check_row(row: Row, target: Target, budget: Budget = BUDGET) -> None:
-    """Holds an output to its budget, to its end and to the invariants of a record."""
-    RequestRecord(
+def as_record(row: Row) -> RequestRecord:
+    """What is filed of a row, in a workload of no matter."""
+    return RequestRecord(
         workload="any",
         request=row.request.id,
         method="any",
@@ -154,6 +154,11 @@ def check_row(row: Row, target: Target, budget: Budget = BUDGET) -> None:
         steps=[list(step) for step in row.steps],
         lossless="exact",
     )
+
+
+def check_row(row: Row, target: Target, budget: Budget = BUDGET) -> None:
+    """Holds an output to its budget, to its end and to the invariants of a record."""
+    as_record(row)
     assert all(step.nodes <= budget.nodes and step.depth <= budget.depth for step in row.steps)
     assert 1 <= len(row.output) <= row.request.max_new_tokens
     assert not target.eos_ids & set(row.output[:-1])

@@ -10,9 +10,9 @@ import scipy.stats
 
 from specbench.method import Budget, Request, Row
 from specbench.metrics import measure_acceptance
-from specbench.records import RequestRecord, Run
+from specbench.records import Run
 from specbench.target import Target
-from tests.drafters import Oracle, Scripted, decode, looping_target, make_request
+from tests.drafters import Oracle, Scripted, as_record, decode, looping_target, make_request
 
 LEVEL = 1e-3
 
@@ -33,7 +33,7 @@ def test_measured_acceptance_is_the_law_that_was_chosen(law: tuple[float, ...]) 
         target(), Oracle(target(), script, law), requests, max_rows=64, budget=Budget(3, 3)
     )
     assert {row.request.id: row.output for row in rows} == script
-    measured = measure_acceptance(_run(rows), "any", "oracle")
+    measured = measure_acceptance(_run(rows), "any", "any")
     assert measured is not None
     for chance, position in zip(law, measured.positions, strict=True):
         if position.reached:
@@ -52,19 +52,7 @@ def _vanilla_rows(requests: tuple[Request, ...]) -> list[Row]:
 
 def _run(rows: Sequence[Row]) -> Run:
     """A run that holds these rows."""
-    records = [
-        RequestRecord(
-            workload="any",
-            request=row.request.id,
-            method="oracle",
-            tokens=row.output,
-            finish=row.finish or "",
-            steps=[list(step) for step in row.steps],
-            lossless="exact",
-        )
-        for row in rows
-    ]
-    return Run(Path(), {}, requests=records)
+    return Run(Path(), {}, requests=[as_record(row) for row in rows])
 
 
 def _fits(accepted: int, reached: int, chance: float) -> bool:

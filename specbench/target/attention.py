@@ -56,13 +56,12 @@ def grouped_attention(
         raise ValueError(f"{type(module).__name__}: position biases are not supported")
     sinks = kwargs.get("s_aux")
     groups = query.shape[1] // key.shape[1]
-    extents: tuple[Extent, ...] = getattr(attention_mask, "extents", ())
-    if attention_mask is None or len(extents) < 2:
-        mask = attention_mask if attention_mask is None else _tiled(attention_mask, groups)[0]
-        out = _attend(query, key, value, mask, scaling, softcap, sinks)
+    masks = [None] if attention_mask is None else _tiled(attention_mask, groups)
+    if len(masks) == 1:
+        out = _attend(query, key, value, masks[0], scaling, softcap, sinks)
     else:
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
-        masks = _tiled(attention_mask, groups)
+        extents: tuple[Extent, ...] = getattr(attention_mask, "extents")  # noqa: B009
         for row, ((num_nodes, num_slots), mask) in enumerate(zip(extents, masks, strict=True)):
             if num_nodes:
                 one = slice(row, row + 1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from specbench.target.attention import grouped_attention
 from specbench.target.cache import KVCache
-from specbench.target.packing import PackedLinear, Product
+from specbench.target.packing import PackedLinear, Product, pad_tokens
 
 _FAMILIES = frozenset(f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 
@@ -84,7 +84,7 @@ class LeanLayer:
         batch, num_nodes = hidden_BNh.shape[:2]
         # Padded to what the products want at once, and not by each of them.
         num_rows = self.qkv.padded_to(batch * num_nodes)
-        x_Th = _padded(hidden_BNh.reshape(batch * num_nodes, -1), num_rows)
+        x_Th = pad_tokens(hidden_BNh.reshape(batch * num_nodes, -1), num_rows)
         heads_Ti = self.qkv.multiply(self.norms[0](x_Th))[: batch * num_nodes]
         mixed_BNHD = self._attend(
             heads_Ti.view(batch, num_nodes, -1, self.head_dim),
@@ -92,7 +92,7 @@ class LeanLayer:
             cache,
             position_embeddings,
         )
-        mixed_Ti = _padded(mixed_BNHD.view(batch * num_nodes, -1), num_rows)
+        mixed_Ti = pad_tokens(mixed_BNHD.view(batch * num_nodes, -1), num_rows)
         x_Th = x_Th + self.out.multiply(mixed_Ti)
         gate_up_Ti = self.gate_up.multiply(self.norms[1](x_Th))
         inner_Ti = self.activation(gate_up_Ti[:, : self.width]) * gate_up_Ti[:, self.width :]
@@ -129,12 +129,6 @@ class LeanLayer:
             scaling=self.attention.scaling,
         )
         return mixed_BNHD
-
-
-def _padded(x_Th: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """With rows of zeros behind, up to so many."""
-    missing = num_rows - x_Th.shape[0]
-    return F.pad(x_Th, (0, 0, 0, missing)) if missing else x_Th
 
 
 def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -238,8 +238,9 @@ class Target:
             for kind, window in self._mask_kinds.items()
         }
         if self.device.type == "cpu":
+            extents = row_extents(lengths, trees, starts, positions_BN.shape[1])
             for mask in masks.values():
-                note_extents(mask, row_extents(lengths, trees, starts, positions_BN.shape[1]))
+                note_extents(mask, extents)
         found = {kind: mask.to(self.device, non_blocking=True) for kind, mask in masks.items()}
         return found if len(found) > 1 else next(iter(found.values()))
 

@@ -108,7 +108,6 @@ class PackedProduct(Product):
         super().__init__(weight, bias, num_siblings)
         weight = weight.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _MIN_TOKENS)
-        self.padded = weight.new_zeros(_MIN_TOKENS, weight.shape[1])
         self.narrow = None
         narrow &= weight.dtype == torch.bfloat16 and _has_fbgemm()
         if narrow and weight.abs().max() < _LARGEST_HALF:
@@ -124,9 +123,7 @@ class PackedProduct(Product):
                 tokens_Ni.float(), self.narrow
             )
             return out.to(tokens_Ni.dtype)
-        if num_tokens < _MIN_TOKENS:
-            self.padded[:num_tokens] = tokens_Ni
-            tokens_Ni = self.padded
+        tokens_Ni = pad_tokens(tokens_Ni, self.padded_to(num_tokens))
         out = torch.ops.mkldnn._linear_pointwise(tokens_Ni, self.packed, self.bias, "none", [], "")
         return out[:num_tokens]
 
@@ -141,6 +138,12 @@ class PackedProduct(Product):
         """The weight as a plain tensor again, [out, in]."""
         dense: torch.Tensor = self.packed.to_dense()
         return dense
+
+
+def pad_tokens(tokens_Ni: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """With rows of zeros behind, up to so many."""
+    missing = num_rows - tokens_Ni.shape[0]
+    return nn.functional.pad(tokens_Ni, (0, 0, 0, missing)) if missing else tokens_Ni
 
 
 def _has_fbgemm() -> bool:
