@@ -80,7 +80,7 @@ class Worker:
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "num_parameters": target.num_parameters,
                 "num_weight_bytes": target.num_weight_bytes,
-                "packed": target.packed,
+                "kernels": target.kernels,
                 "weights_sha256": target.fingerprint,
                 "note": target.note,
             },

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from specbench.target import Target, packing
+from specbench.target import Target, kernels, packing
 from specbench.target.packing import PackedLinear, Product, pack
 from tests.tiny import tiny_model
 
 needs_kernels = pytest.mark.skipif(
-    not packing.available(), reason="this build of torch has no packed operators"
+    packing.product_class(torch.float32) is None,
+    reason="this build of torch has no packed operators",
 )
 HIDDEN, QUERY, KEY = 48, 64, 32
 
@@ -37,12 +38,18 @@ class Block(nn.Module):
 SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
 
+def kind_for(dtype: torch.dtype) -> type[Product]:
+    kind = packing.product_class(dtype)
+    assert kind is not None
+    return kind
+
+
 def blocks(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Block, Block]:
     """The same block, eager and packed."""
     torch.manual_seed(0)
     eager = Block(bias).to(dtype)
     packed = copy.deepcopy(eager)
-    assert pack(packed) == 6
+    assert pack(packed, kind_for(dtype)) == 6
     return eager, packed
 
 
@@ -66,7 +73,7 @@ def test_packed_layers_equal_eager_ones_in_float32(num_tokens: int, bias: bool) 
 
 
 @pytest.mark.skipif(
-    not packing.available(torch.bfloat16), reason="no packed bfloat16 kernels on this CPU"
+    packing.product_class(torch.bfloat16) is None, reason="no packed bfloat16 kernels on this CPU"
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 9])
@@ -80,22 +87,62 @@ def test_packed_layers_are_as_good_as_eager_ones_in_bfloat16(num_tokens: int, bi
         torch.testing.assert_close(found[name].float(), out, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.skipif(
-    not packing.available(torch.bfloat16), reason="no packed bfloat16 kernels on this CPU"
-)
+KINDS = [
+    pytest.param(kind, dtype, id=f"{kind.name}-{str(dtype).removeprefix('torch.')}")
+    for dtype in (torch.float32, torch.bfloat16)
+    for kind in {packing.product_class(dtype), packing.OneDnnProduct}
+    if kind is not None
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (31, 7), (64, 48), (100, 130)])
 @torch.inference_mode()
-def test_few_bfloat16_tokens_give_what_many_do_whatever_the_weights_size() -> None:
-    """Weights that float16 cannot hold go to the other kernel, small ones lose nothing visible."""
+def test_a_product_has_the_numbers_of_the_exact_one_whatever_its_sizes(
+    kind: type[Product], dtype: torch.dtype, bias: bool, num_out: int, num_in: int
+) -> None:
     torch.manual_seed(0)
-    x = torch.randn(9, HIDDEN).bfloat16()
-    for scale in (1.0, 1e-4, 1e-6, 3e5):
-        weight = (scale * torch.randn(QUERY, HIDDEN)).bfloat16()
-        product = packing.PackedProduct(weight, None)
-        exact = x.float() @ weight.float().T
-        for num_tokens in range(1, 10):
-            found = product.multiply(x[:num_tokens]).float()
-            error = (found - exact[:num_tokens]).abs().max()
-            assert error <= exact.abs().max() / 128 + HIDDEN * 2**-24
+    for scale in (1.0, 1e-6, 3e5):
+        weight = (scale * torch.randn(num_out, num_in)).to(dtype)
+        offset = (scale * torch.randn(num_out)).to(dtype) if bias else None
+        product = kind(weight, offset)
+        assert torch.equal(product.dense(), weight)
+        x = torch.randn(40, num_in).to(dtype)
+        exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+        for num_tokens in (1, 2, 5, 11, 12, 13, 24, 37):
+            found = product.multiply(x[:num_tokens])
+            assert found.dtype == dtype and found.shape == (num_tokens, num_out)
+            error = (found.double() - exact[:num_tokens]).abs().max()
+            assert error <= exact.abs().max() * (2**-7 if dtype == torch.bfloat16 else 2**-20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_in_our_own_kernel_no_token_depends_on_the_others(dtype: torch.dtype) -> None:
+    if not kernels.available(dtype):
+        pytest.skip(f"no kernel for {dtype} on this CPU, or more than one thread")
+    torch.manual_seed(0)
+    product = packing.BlockedProduct(torch.randn(96, 130).to(dtype), torch.randn(96).to(dtype))
+    x = torch.randn(40, 130).to(dtype)
+    alone = torch.cat([product.multiply(x[i : i + 1]) for i in range(len(x))])
+    for num_tokens in range(1, 41):
+        assert torch.equal(product.multiply(x[:num_tokens]), alone[:num_tokens])
+        strided = torch.stack([x, x.flip(0)], dim=2)[:num_tokens, :, 0]
+        assert torch.equal(product.multiply(strided), alone[:num_tokens])
+
+
+def test_our_own_kernel_is_left_alone_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name, value in (
+        (torch, "get_num_threads", lambda: 2),
+        (kernels.platform, "machine", lambda: "arm64"),
+        (kernels.llvm, "get_host_cpu_features", lambda: {"avx2": True}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert packing.product_class(torch.float32) in (packing.OneDnnProduct, None)
+    assert not kernels.available(torch.float16)
 
 
 @needs_kernels
@@ -147,7 +194,7 @@ def test_siblings_share_one_product_and_keep_no_result_behind() -> None:
 def test_siblings_of_which_only_some_have_a_bias_are_packed_one_by_one() -> None:
     block = Block(bias=False)
     block.k_proj = nn.Linear(HIDDEN, KEY, bias=True)
-    assert pack(block) == 6
+    assert pack(block, kind_for(torch.float32)) == 6
     assert product_of(block.q_proj) is not product_of(block.k_proj)
 
 
@@ -169,10 +216,10 @@ def test_the_weights_of_packed_layers_can_be_read_back(bias: bool) -> None:
 def test_a_target_falls_back_to_eager_layers_where_operators_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "available", lambda dtype: False)
+    monkeypatch.setattr(packing, "product_class", lambda dtype: None)
     model = tiny_model()
     target = Target(model)
-    assert not target.packed
+    assert target.kernels == "torch"
     assert all(type(layer) is not PackedLinear for layer in model.modules())
 
 
@@ -180,11 +227,12 @@ def test_operators_that_raise_count_as_missing(monkeypatch: pytest.MonkeyPatch) 
     def no_kernel(*args: object) -> None:
         raise RuntimeError("no kernel on this CPU")
 
+    monkeypatch.setattr(kernels, "available", lambda dtype: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", no_kernel)
-    assert not packing.available()
+    assert packing.product_class(torch.float32) is None
 
 
 @needs_kernels
 def test_packing_can_be_left_out() -> None:
-    assert Target(tiny_model()).packed
-    assert not Target(tiny_model(), pack=False).packed
+    assert Target(tiny_model()).kernels in ("blocked", "onednn")
+    assert Target(tiny_model(), pack=False).kernels == "torch"

@@ -26,6 +26,8 @@ class Int8Product(Product):
     and a first row of 1 and -1 fixes the range, so that no token depends on its neighbours.
     """
 
+    name = "int8"
+
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
     ) -> None:

@@ -113,12 +113,8 @@ class Target:
         self._layers_return_tuples = False
         if model.get_output_embeddings() is None:
             raise ValueError(f"{name}: {type(model).__name__} has no language-model head")
-        self.packed = (
-            pack
-            and self.device.type == "cpu"
-            and packing.available(self.dtype)
-            and packing.pack(model) > 0
-        )
+        make = packing.product_class(self.dtype) if pack and self.device.type == "cpu" else None
+        self.kernels = make.name if make is not None and packing.pack(model, make) else "torch"
         self.layers = _decoder_layers(model, self.num_layers, name)
         rotary = lean.Rotary()
         for index, layer in enumerate(self.layers):

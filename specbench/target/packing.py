@@ -1,5 +1,4 @@
-"""Linear layers packed once for the CPU's matrix kernels, with sibling layers fused into one
-product.
+"""Linear layers packed once for a CPU's matrix kernels, with sibling layers fused into one product.
 
 An eager `linear` on a CPU lays its weight out anew for the kernel at every call, or runs n tokens
 as n vector products. Packing at load removes both. Swapping modules keeps this independent of the
@@ -9,29 +8,16 @@ the first of them to be called computes the product for all.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from specbench.target import kernels
+
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Below this number of tokens the kernels fall back to slower vector code.
+# Below this number of tokens oneDNN falls back to slower vector code.
 _MIN_TOKENS = 4
-# Up to this number FBGEMM's kernel is the faster one.
-_MAX_NARROW = 4
-_LARGEST_HALF = 65504
-_MOST_BYTES_TWICE = 4 * 2**30
-
-
-def available(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this build of torch has the packed operators, and this CPU the kernels for a type."""
-    plain = torch.zeros(8, 8, dtype=dtype)
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain, _MIN_TOKENS)
-        torch.ops.mkldnn._linear_pointwise(plain, packed, None, "none", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return True
 
 
 class Product(ABC):
@@ -42,6 +28,9 @@ class Product(ABC):
         bias: [out], if there is one.
         num_siblings: layers that ask for it in turn.
     """
+
+    name: ClassVar[str]
+    """What the provenance of a run calls its kernels."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
@@ -70,7 +59,7 @@ class Product(ABC):
         tokens_Ni = x.reshape(-1, x.shape[-1])
         if tokens_Ni.shape[0] == 0:
             return x.new_zeros(*x.shape[:-1], self.out_features)
-        return self.multiply(tokens_Ni).view(*x.shape[:-1], self.out_features)
+        return self.multiply(tokens_Ni).reshape(*x.shape[:-1], self.out_features)
 
     def shared(self, x: torch.Tensor, sibling: int) -> torch.Tensor:
         """As a call, computed once for siblings that ask in turn, each once, about one input."""
@@ -85,54 +74,49 @@ class Product(ABC):
         return out
 
 
-class PackedProduct(Product):
-    """A product with the weight laid out once for oneDNN; the numbers stay the same.
+class BlockedProduct(Product):
+    """A product by our own kernel, at the speed of memory; the numbers stay the same."""
 
-    In bfloat16 one to four tokens take FBGEMM's kernel for 16-bit weights instead, which reads
-    memory nearly twice as fast and computes in float32. It wants float16, which holds every
-    bfloat16 between 2^-17 and 65504 exactly, and smaller ones to within 2^-25; the weight is then
-    held twice.
-
-    Args:
-        narrow: whether to use it.
-    """
+    name = "blocked"
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        num_siblings: int = 1,
-        *,
-        narrow: bool = True,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
     ) -> None:
         super().__init__(weight, bias, num_siblings)
-        weight = weight.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _MIN_TOKENS)
-        self.narrow = None
-        narrow &= weight.dtype == torch.bfloat16 and _has_fbgemm()
-        if narrow and weight.abs().max() < _LARGEST_HALF:
-            bias = None if bias is None else bias.detach().float()
-            self.narrow = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        self.blocked = kernels.BlockedWeight(weight, bias)
 
     def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
-        """[N, in] -> [N, out]; for oneDNN few tokens are filled up to where its fast kernels
-        begin."""
+        """[N, in] -> [N, out]; no token's product depends on the others."""
+        return self.blocked.multiply(tokens_Ni)
+
+    def dense(self) -> torch.Tensor:
+        """The weight as a plain tensor again, [out, in]."""
+        return self.blocked.dense()
+
+
+class OneDnnProduct(Product):
+    """A product with the weight laid out once for oneDNN; the numbers stay the same."""
+
+    name = "onednn"
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
+    ) -> None:
+        super().__init__(weight, bias, num_siblings)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _MIN_TOKENS)
+
+    def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]; few tokens are filled up to where the fast kernels begin."""
         num_tokens = tokens_Ni.shape[0]
-        if self._is_narrow(num_tokens):
-            out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(
-                tokens_Ni.float(), self.narrow
-            )
-            return out.to(tokens_Ni.dtype)
         tokens_Ni = pad_tokens(tokens_Ni, self.padded_to(num_tokens))
-        out = torch.ops.mkldnn._linear_pointwise(tokens_Ni, self.packed, self.bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            tokens_Ni, self.packed, self.bias, "none", [], ""
+        )
         return out[:num_tokens]
 
     def padded_to(self, num_tokens: int) -> int:
-        """Few tokens are slower than four, but for FBGEMM."""
-        return num_tokens if self._is_narrow(num_tokens) else max(num_tokens, _MIN_TOKENS)
-
-    def _is_narrow(self, num_tokens: int) -> bool:
-        return self.narrow is not None and num_tokens <= _MAX_NARROW
+        """Few tokens are slower than four."""
+        return max(num_tokens, _MIN_TOKENS)
 
     def dense(self) -> torch.Tensor:
         """The weight as a plain tensor again, [out, in]."""
@@ -140,15 +124,23 @@ class PackedProduct(Product):
         return dense
 
 
+def product_class(dtype: torch.dtype) -> type[Product] | None:
+    """The fastest product for a type on this CPU and number of threads; None where there is only
+    torch's own `linear`."""
+    if kernels.available(dtype):
+        return BlockedProduct
+    plain = torch.zeros(8, 8, dtype=dtype)
+    try:
+        OneDnnProduct(plain, None).multiply(plain)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return OneDnnProduct
+
+
 def pad_tokens(tokens_Ni: torch.Tensor, num_rows: int) -> torch.Tensor:
     """With rows of zeros behind, up to so many."""
     missing = num_rows - tokens_Ni.shape[0]
     return nn.functional.pad(tokens_Ni, (0, 0, 0, missing)) if missing else tokens_Ni
-
-
-def _has_fbgemm() -> bool:
-    fast = torch.cpu.get_capabilities().get("avx512_f", False)
-    return bool(fast) and torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
 class PackedLinear(nn.Module):
@@ -198,20 +190,16 @@ def _fuse(parent: nn.Module, names: tuple[str, ...], make: Callable[..., Product
     return True
 
 
-def pack(model: nn.Module, make: Callable[..., Product] | None = None) -> int:
+def pack(model: nn.Module, make: Callable[..., Product]) -> int:
     """Replaces every `nn.Linear` of a CPU model by one on a prepared weight, in place.
 
     Args:
         model: the model.
-        make: how a weight is prepared; None for `PackedProduct`, which holds the weights of a small
-            model twice.
+        make: how a weight is prepared: a kind of `Product`.
 
     Returns:
         The number of layers replaced.
     """
-    if make is None:
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        make = partial(PackedProduct, narrow=num_bytes <= _MOST_BYTES_TWICE)
     count = 0
     # No list holds a linear layer: its weight is freed as soon as it is replaced.
     for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
