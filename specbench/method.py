@@ -8,13 +8,16 @@ the target's logits before they are committed. Shapes: B rows, N nodes, V vocabu
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from specbench.sampling import Sampling, draw, position_key, warp
 from specbench.target import KVCache, Resume, Target
 from specbench.tree import Tree
+
+if TYPE_CHECKING:
+    from specbench.training.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +250,8 @@ class Method(ABC):
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
+    Recipe: ClassVar["type[Recipe] | None"] = None
+    """How it is trained, if it can be."""
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""

@@ -1,0 +1,1 @@
+"""Drafters with trained weights: their modules, and the checkpoint formats that they come in."""

@@ -1,0 +1,145 @@
+"""A decoder layer's parts for drafters, on a token tree behind a cache or over whole sequences.
+
+Shapes: B rows, N nodes, i the width of the attention's input, h hidden, H query heads, K key-value
+heads, D head dimension, S slots.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specbench.target import KVCache
+from specbench.target.attention import grouped_attention, note_extents
+from specbench.target.masks import row_extents, tree_mask, tree_positions
+from specbench.tree import Tree
+
+Rotations = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each [B, N, D]."""
+
+Rotary = LlamaRotaryEmbedding
+"""From a config with ``rope_parameters``; called with any tensor of the wanted type and positions
+[B, N], gives `Rotations`."""
+
+
+class Nodes(NamedTuple):
+    """Where a forward's nodes are, and what they see."""
+
+    positions_BN: torch.Tensor
+    mask_B1NS: torch.Tensor
+
+
+def open_nodes(
+    cache: KVCache,
+    trees: Sequence[Tree],
+    starts: Sequence[int],
+    num_nodes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    first_row: int = 0,
+) -> Nodes:
+    """Prepares a forward over nodes ``starts`` and on of each row's tree, as `Target.forward` does:
+    their keys and values go behind the row's length and the nodes before."""
+    num_slots = cache.open(first_row, starts, num_nodes, device)
+    lengths = cache.lengths[first_row : first_row + len(trees)]
+    positions_BN = tree_positions(lengths, trees, starts, num_nodes)
+    mask = tree_mask(lengths, trees, starts, num_nodes, num_slots, dtype)
+    if device.type == "cpu":
+        note_extents(mask, row_extents(lengths, trees, starts, num_nodes))
+        return Nodes(positions_BN, mask)
+    return Nodes(positions_BN.to(device, non_blocking=True), mask.to(device, non_blocking=True))
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> the same."""
+        normed = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Rotary attention with grouped key-value heads, as in Llama and, with norms of queries and
+    keys, Qwen3; its input may be wider than its output.
+
+    Args:
+        config: of the drafter, a Llama-like config of transformers: hidden_size,
+            num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, attention_bias.
+        in_width: width of the input; by default the hidden size.
+        qk_norm: whether queries and keys are normed by head.
+        layer: the index under which its keys and values are cached.
+    """
+
+    def __init__(
+        self, config: Any, in_width: int | None = None, qk_norm: bool = False, layer: int = 0
+    ) -> None:
+        super().__init__()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or hidden // heads
+        self.num_kv: int = config.num_key_value_heads
+        bias = bool(getattr(config, "attention_bias", False))
+        width = in_width or hidden
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_kv * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_kv * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=bias)
+        if qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qk_norm, self.layer = qk_norm, layer
+
+    def project(
+        self, x_BNi: torch.Tensor, rotations: Rotations
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, H, N, D], keys and values [B, K, N, D], rotated to their positions."""
+        shape = (*x_BNi.shape[:2], -1, self.head_dim)
+        query, key = self.q_proj(x_BNi).view(shape), self.k_proj(x_BNi).view(shape)
+        if self.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotations)
+        return query, key, self.v_proj(x_BNi).view(shape).transpose(1, 2)
+
+    def mix(self, mixed_BNHD: torch.Tensor) -> torch.Tensor:
+        """[B, N, H, D] -> [B, N, h]"""
+        out: torch.Tensor = self.o_proj(mixed_BNHD.flatten(2))
+        return out
+
+    def forward(
+        self, x_BNi: torch.Tensor, rotations: Rotations, mask_B1NS: torch.Tensor, cache: KVCache
+    ) -> torch.Tensor:
+        """[B, N, i] -> [B, N, h], over what the cache holds and the nodes opened there."""
+        query, key, value = self.project(x_BNi, rotations)
+        keys, values = cache.update(key, value, self.layer)
+        mixed_BNHD, _ = grouped_attention(
+            self, query, keys, values, mask_B1NS, scaling=self.head_dim**-0.5
+        )
+        return self.mix(mixed_BNHD)
+
+
+class GatedMLP(nn.Module):
+    """SiLU-gated feed-forward.
+
+    Args:
+        config: hidden_size, intermediate_size.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., h] -> [..., h]"""
+        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

@@ -1,0 +1,1 @@
+"""Training the learned drafters on a target's own outputs."""
