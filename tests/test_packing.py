@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from specbench.target import Target, kernels, packing
+from specbench.target import Target, jit, matrix, packing
 from specbench.target.packing import PackedLinear, Product, pack
 from tests.tiny import tiny_model
 
@@ -121,7 +121,7 @@ def test_a_product_has_the_numbers_of_the_exact_one_whatever_its_sizes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_in_our_own_kernel_no_token_depends_on_the_others(dtype: torch.dtype) -> None:
-    if not kernels.available(dtype):
+    if not matrix.available(dtype):
         pytest.skip(f"no kernel for {dtype} on this CPU, or more than one thread")
     torch.manual_seed(0)
     product = packing.BlockedProduct(torch.randn(96, 130).to(dtype), torch.randn(96).to(dtype))
@@ -136,13 +136,15 @@ def test_in_our_own_kernel_no_token_depends_on_the_others(dtype: torch.dtype) ->
 def test_our_own_kernel_is_left_alone_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name, value in (
         (torch, "get_num_threads", lambda: 2),
-        (kernels.platform, "machine", lambda: "arm64"),
-        (kernels.llvm, "get_host_cpu_features", lambda: {"avx2": True}),
+        (jit.platform, "machine", lambda: "arm64"),
+        (jit.llvm, "get_host_cpu_features", lambda: {"avx2": True}),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, value)
+            jit.has.cache_clear()
             assert packing.product_class(torch.float32) in (packing.OneDnnProduct, None)
-    assert not kernels.available(torch.float16)
+    jit.has.cache_clear()
+    assert not matrix.available(torch.float16)
 
 
 @needs_kernels
@@ -227,7 +229,7 @@ def test_operators_that_raise_count_as_missing(monkeypatch: pytest.MonkeyPatch) 
     def no_kernel(*args: object) -> None:
         raise RuntimeError("no kernel on this CPU")
 
-    monkeypatch.setattr(kernels, "available", lambda dtype: False)
+    monkeypatch.setattr(matrix, "available", lambda dtype: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", no_kernel)
     assert packing.product_class(torch.float32) is None
 

@@ -3,14 +3,15 @@
 transformers' own path copies every key and value once per query head when a mask is given; here
 the queries of a group share one pass over their keys and values, and nothing is copied.
 
-A kernel sums in an order that depends on how many queries and slots it is given. So on a CPU each
-row is given its own nodes and slots only: what it computes does not depend, to the last bit, on
-the rows beside it, and no time is lost on padding.
+Where there is one, our own kernel does it. torch's sum in an order that depends on how many queries
+and slots they are given; so on a CPU each row is given its own nodes and slots only: what it
+computes does not depend, to the last bit, on the rows beside it, and no time is lost on padding.
 
 Shapes: B rows, H query heads, K key-value heads, G = H / K, N queries, S slots, D head dimension.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
+
+from specbench.target import attention_kernel
 
 NAME = "specbench_grouped"
 
@@ -29,10 +32,29 @@ class Extent(NamedTuple):
     num_slots: int
 
 
+@dataclass
+class _Notes:
+    """What is kept on a mask, which all layers are given.
+
+    Args:
+        extents: of each row.
+        extents_B2: the same.
+        padded: whether any row has padding nodes.
+        tiled: by the size of a group, what `_tiled` made of the mask.
+    """
+
+    extents: tuple[Extent, ...]
+    extents_B2: torch.Tensor
+    padded: bool
+    tiled: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
 def note_extents(mask_B1NS: torch.Tensor, extents: Sequence[Extent]) -> None:
     """Notes on a mask how much of it is each row's own. The mask is the only thing that reaches
     the attention of every model."""
-    setattr(mask_B1NS, "extents", tuple(extents))  # noqa: B010 - mypy knows no attributes of tensors
+    padded = any(extent.num_nodes < mask_B1NS.shape[2] for extent in extents)
+    notes = _Notes(tuple(extents), torch.tensor(extents), padded)
+    setattr(mask_B1NS, "notes", notes)  # noqa: B010 - mypy knows no attributes of tensors
 
 
 def grouped_attention(
@@ -55,14 +77,24 @@ def grouped_attention(
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__}: position biases are not supported")
     sinks = kwargs.get("s_aux")
+    notes: _Notes | None = getattr(attention_mask, "notes", None)
+    if attention_mask is not None and notes and softcap is None and sinks is None:
+        dim = query.shape[-1]
+        if attention_kernel.available(query.dtype, dim) and _is_padded(key) and _is_padded(value):
+            scale = dim**-0.5 if scaling is None else scaling
+            return attention_kernel.attend(
+                query, key, value, attention_mask, notes.extents_B2, notes.padded, scale
+            ), None
     groups = query.shape[1] // key.shape[1]
-    masks = [None] if attention_mask is None else _tiled(attention_mask, groups)
+    masks = [None] if attention_mask is None else _tiled(attention_mask, groups, notes)
     if len(masks) == 1:
         out = _attend(query, key, value, masks[0], scaling, softcap, sinks)
     else:
+        assert notes is not None
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
-        extents: tuple[Extent, ...] = getattr(attention_mask, "extents")  # noqa: B009
-        for row, ((num_nodes, num_slots), mask) in enumerate(zip(extents, masks, strict=True)):
+        for row, ((num_nodes, num_slots), mask) in enumerate(
+            zip(notes.extents, masks, strict=True)
+        ):
             if num_nodes:
                 one = slice(row, row + 1)
                 out[one, :, :num_nodes] = _attend(
@@ -75,6 +107,13 @@ def grouped_attention(
                     sinks,
                 )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_padded(store_BKSD: torch.Tensor) -> bool:
+    """Whether slots lie one behind the other, with memory up to the next multiple of 16 of them."""
+    _, head, slot, one = store_BKSD.stride()
+    _, _, num_slots, dim = store_BKSD.shape
+    return slot == dim and one == 1 and head >= (num_slots + 15) // 16 * 16 * dim
 
 
 def _attend(
@@ -110,30 +149,27 @@ def _attend(
     return out.reshape(batch, heads, num_queries, value_BKSD.shape[-1])
 
 
-def _tiled(mask_B1NS: torch.Tensor, groups: int) -> list[torch.Tensor]:
+def _tiled(mask_B1NS: torch.Tensor, groups: int, notes: _Notes | None) -> list[torch.Tensor]:
     """The mask once for each query head of a group, [B, 1, G * N, S]; for each row of its own
-    where their extents differ.
-
-    All layers are given the same mask, so it is kept on the mask itself.
-    """
-    tiled: dict[int, list[torch.Tensor]] = getattr(mask_B1NS, "tiled", {})
-    if groups not in tiled:
-        extents: tuple[Extent, ...] = getattr(mask_B1NS, "extents", ())
-        parts = (
-            [mask_B1NS]
-            if len(extents) < 2
-            else [
-                mask_B1NS[row : row + 1, :, :num_nodes, :num_slots]
-                for row, (num_nodes, num_slots) in enumerate(extents)
-            ]
-        )
-        repeats = [part.shape[2] > 1 and groups > 1 for part in parts]
-        tiled[groups] = [
-            part.repeat(1, 1, groups, 1) if repeat else part
-            for part, repeat in zip(parts, repeats, strict=True)
+    where their extents differ. Made once for all layers."""
+    if notes and groups in notes.tiled:
+        return notes.tiled[groups]
+    parts = (
+        [mask_B1NS]
+        if notes is None or len(notes.extents) < 2
+        else [
+            mask_B1NS[row : row + 1, :, :num_nodes, :num_slots]
+            for row, (num_nodes, num_slots) in enumerate(notes.extents)
         ]
-        setattr(mask_B1NS, "tiled", tiled)  # noqa: B010
-    return tiled[groups]
+    )
+    repeats = [part.shape[2] > 1 and groups > 1 for part in parts]
+    tiled = [
+        part.repeat(1, 1, groups, 1) if repeat else part
+        for part, repeat in zip(parts, repeats, strict=True)
+    ]
+    if notes:
+        notes.tiled[groups] = tiled
+    return tiled
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Cache
 
 _GROWTH = 256
+# A CPU's attention kernel reads whole vectors of slots.
+_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class KVCache(Cache):
     def __init__(self, max_rows: int, capacity: int = _GROWTH) -> None:
         super().__init__(layers=[])
         self.max_rows = max_rows
-        self.capacity = capacity
+        self.capacity = -(-capacity // _MULTIPLE) * _MULTIPLE
         self.lengths: list[int] = []
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}

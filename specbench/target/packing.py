@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from specbench.target import kernels
+from specbench.target import matrix
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Below this number of tokens oneDNN falls back to slower vector code.
@@ -83,7 +83,7 @@ class BlockedProduct(Product):
         self, weight: torch.Tensor, bias: torch.Tensor | None, num_siblings: int = 1
     ) -> None:
         super().__init__(weight, bias, num_siblings)
-        self.blocked = kernels.BlockedWeight(weight, bias)
+        self.blocked = matrix.BlockedWeight(weight, bias)
 
     def multiply(self, tokens_Ni: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]; no token's product depends on the others."""
@@ -127,7 +127,7 @@ class OneDnnProduct(Product):
 def product_class(dtype: torch.dtype) -> type[Product] | None:
     """The fastest product for a type on this CPU and number of threads; None where there is only
     torch's own `linear`."""
-    if kernels.available(dtype):
+    if matrix.available(dtype):
         return BlockedProduct
     plain = torch.zeros(8, 8, dtype=dtype)
     try:
