@@ -1,0 +1,108 @@
+"""The target's hidden states over the corpus: computed once and kept in a file where they fit into
+a disk budget, else computed whenever they are wanted.
+
+Shapes: B sequences, T tokens, h hidden.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from specbench.target import Target
+from specbench.training.corpus import Answered, Corpus
+from specbench.training.recipe import Sequences
+
+
+class Features:
+    """Gives sequences of a corpus with the target's hidden states.
+
+    Args:
+        target: whose they are.
+        corpus: must not grow from now on.
+        taps: the hidden states wanted, see `Target.forward`.
+        folder: where they are kept.
+        disk_bytes: the most that may be kept there.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        corpus: Corpus,
+        taps: Sequence[int],
+        folder: Path,
+        disk_bytes: int,
+    ) -> None:
+        self.target, self.corpus, self.taps = target, corpus, tuple(taps)
+        lengths = [len(sequence.tokens) for sequence in corpus.sequences]
+        self._starts = np.cumsum([0, *lengths])
+        shape = (int(self._starts[-1]), target.hidden_size)
+        self.num_bytes = len(self.taps) * (2 * shape[0] * shape[1]) + len(lengths)
+        self.kept = self.num_bytes <= disk_bytes
+        if self.kept:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stores = {
+                tap: _open(folder / f"hidden.{tap}.{shape[0]}.bf16", np.dtype(np.int16), shape)
+                for tap in self.taps
+            }
+            names = ".".join(map(str, self.taps))
+            self._known = _open(
+                folder / f"known.{names}.{shape[0]}", np.dtype(np.bool_), (len(lengths),)
+            )
+
+    def batch(self, indices: Sequence[int]) -> Sequences:
+        """Sequences by their indices in the corpus, on the target's device."""
+        sequences = [self.corpus.sequences[index] for index in indices]
+        width = max(len(sequence.tokens) for sequence in sequences)
+        device = self.target.device
+        hidden = {tap: list[torch.Tensor]() for tap in self.taps}
+        for index, sequence in zip(indices, sequences, strict=True):
+            for tap, states_Th in self._hidden(index, sequence).items():
+                missing = width - len(states_Th)
+                hidden[tap].append(nn.functional.pad(states_Th, (0, 0, 0, missing)))
+        return Sequences(
+            _padded([sequence.tokens for sequence in sequences], width).to(device),
+            _padded(
+                [
+                    [0] * len(sequence.prompt) + [1] * len(sequence.answer)
+                    for sequence in sequences
+                ],
+                width,
+            )
+            .bool()
+            .to(device),
+            {tap: torch.stack(states) for tap, states in hidden.items()},
+        )
+
+    def _hidden(self, index: int, sequence: Answered) -> dict[int, torch.Tensor]:
+        place = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        if self.kept and self._known[index]:
+            return {
+                tap: torch.from_numpy(np.array(store[place]))
+                .view(torch.bfloat16)
+                .to(self.target.device)
+                for tap, store in self._stores.items()
+            }
+        cache = self.target.new_cache(1, len(sequence.tokens))
+        found = self.target.prefill(sequence.tokens, cache, cache.add_row(), self.taps)
+        # A tensor of inference mode cannot be trained on, its copy can.
+        states = {tap: found[tap][0].clone().bfloat16() for tap in self.taps}
+        if self.kept:
+            for tap, states_Th in states.items():
+                self._stores[tap][place] = states_Th.cpu().view(torch.int16).numpy()
+            self._known[index] = True
+        return states
+
+
+def _open(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+    """An array in a file, made of zeros if it is not there."""
+    mode = "r+" if path.is_file() else "w+"
+    found: NDArray[np.generic] = np.memmap(path, dtype=dtype, mode=mode, shape=shape)  # type: ignore[call-overload]
+    return found
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)

@@ -1,0 +1,413 @@
+"""One training run: data, updates, checkpoints, evaluation; it may be cut at any time and goes on
+where it was."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench import registry
+from specbench.decode import Decoder
+from specbench.depth import Fixed
+from specbench.method import Method, Request
+from specbench.sampling import Sampling
+from specbench.target import Target
+from specbench.target.loading import cache_folder
+from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
+from specbench.training.features import Features
+from specbench.training.prompts import Evaluated, source_prompts
+from specbench.training.recipe import Options, Recipe
+from specbench.workloads import build_prompt, list_workloads, load_workload
+
+_STATE, _LOG, _SETTINGS = "state.pt", "log.jsonl", "settings.json"
+_WARM_UP = 0.03
+_LEAST_RATE = 0.05
+_CLIP = 1.0
+_SAVE_EVERY_S = 120.0
+_CALIBRATED = 40
+"""Held-out sequences that a recipe is calibrated on."""
+_EVALUATED_PROMPTS, _EVALUATED_TOKENS = 2, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What to train, and for how long.
+
+    Args:
+        method: a method with a recipe.
+        target: what it will draft for.
+        prompts: a data set or file, as for workloads; None: prompts that the target invents.
+        tokens: of the target's answers, to train on.
+        minutes: of training, in all; what is spent on data and evaluation does not count.
+        max_new_tokens: of an answer.
+        batch_size: prompts that the target answers together.
+        batch_tokens: of sequences, for each update.
+        learning_rate: at its height; 0 for the recipe's own.
+        vocab: tokens that a reduced head may draft; 0 for the recipe's own.
+        unroll, layers, exit_layer: see `Options`; 0 for the recipe's own.
+        disk_gib: the most that hidden states may take on the disk.
+        evaluate_minutes: of training between two evaluations.
+        dtype: of the target; None for what the device computes in natively.
+        seed: of all that is drawn.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    method: str
+    target: str
+    prompts: str | None = None
+    tokens: int = 300_000
+    minutes: float = 60.0
+    max_new_tokens: int = 128
+    batch_size: int = 32
+    batch_tokens: int = 768
+    learning_rate: float = 0.0
+    vocab: int = 0
+    unroll: int = 0
+    layers: int = 0
+    exit_layer: int = 0
+    disk_gib: float = 8.0
+    evaluate_minutes: float = 10.0
+    dtype: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("tokens", 1),
+            ("max_new_tokens", 1),
+            ("batch_size", 1),
+            ("batch_tokens", 1),
+            ("vocab", 0),
+            ("unroll", 0),
+            ("layers", 0),
+            ("exit_layer", 0),
+        ):
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise ValueError(
+                    f"--{option} {getattr(self, name)} is out of range; valid: {least} or more"
+                )
+        for name in ("minutes", "evaluate_minutes"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {getattr(self, name)} is out of range; valid: above 0")
+
+
+@dataclass
+class Progress:
+    """How far a run is; kept in its state."""
+
+    seconds: float = 0.0
+    updates: int = 0
+    tokens: int = 0
+    """Written tokens that were learned from, those of repeated sequences each time."""
+    epoch: int = 0
+    place: int = 0
+    """Of the next sequence in this epoch's order."""
+    tau: dict[str, float] = field(default_factory=dict)
+    """By kind of workload, as last evaluated."""
+
+
+class Trainer:
+    """Trains one method's drafter.
+
+    Args:
+        config: the settings.
+        target: loaded.
+        out: the folder of the run.
+        say: told how it goes, a line at a time.
+    """
+
+    def __init__(
+        self, config: TrainConfig, target: Target, out: Path, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.target, self.out, self.say = config, target, out, say
+        self.method = registry.load_method(config.method)
+        if self.method.Recipe is None:
+            raise ValueError(f"method {config.method!r} has nothing to train")
+        self.progress = Progress()
+
+    def run(self) -> None:
+        """Makes what data is missing, trains to the end, and writes the checkpoint."""
+        corpus, features_folder = self._corpus()
+        recipe = self._recipe(corpus)
+        features = Features(
+            self.target,
+            corpus,
+            recipe.needed_taps(),
+            features_folder,
+            int(self.config.disk_gib * 2**30),
+        )
+        where = "kept on the disk" if features.kept else "computed each time: too large to keep"
+        self.say(
+            f"hidden states: {features.num_bytes / 2**30:.2f} GiB, {where}; "
+            f"{sum(p.numel() for p in recipe.module.parameters() if p.requires_grad) / 1e6:.2f} M "
+            "parameters to train"
+        )
+        self._train(recipe, features, corpus)
+        self._finish(recipe, features, corpus)
+
+    def _corpus(self) -> tuple[Corpus, Path]:
+        config = self.config
+        evaluated = Evaluated()
+        prompts = None
+        if config.prompts is not None:
+            prompts, dropped = source_prompts(config.prompts, evaluated)
+            random.Random(config.seed).shuffle(prompts)
+            self.say(f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads")
+        name = corpus_name(
+            self.target, f"{config.prompts} {config.seed}", config.max_new_tokens
+        )
+        folder = cache_folder() / "corpora" / name
+        corpus = Corpus(folder)
+        self.say(f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers")
+        writer = Writer(self.target, config.batch_size)
+        write(
+            corpus,
+            writer,
+            prompts,
+            evaluated,
+            num_tokens=config.tokens,
+            num_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            say=self.say,
+        )
+        if writer.speed.tokens:
+            self.say(
+                f"generation: {writer.speed} at batch {config.batch_size}, "
+                f"{writer.target_share:.0%} of the time in the target"
+            )
+        corpus.truncate(config.tokens)
+        return corpus, folder
+
+    def _recipe(self, corpus: Corpus) -> Recipe:
+        config = self.config
+        assert self.method.Recipe is not None
+        torch.manual_seed(config.seed)
+        options = Options(
+            vocab=config.vocab,
+            token_counts=corpus.token_counts(self.target.vocab_size),
+            unroll=config.unroll,
+            num_layers=config.layers,
+            exit_layer=config.exit_layer,
+        )
+        return self.method.Recipe(self.target, options)
+
+    def _train(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
+        config, progress = self.config, self.progress
+        parameters = [p for p in recipe.module.parameters() if p.requires_grad]
+        optimiser = torch.optim.AdamW(
+            parameters, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self._load_state(recipe, optimiser)
+        rate = config.learning_rate or recipe.learning_rate
+        total_s = 60 * config.minutes
+        saved_s = evaluated_s = progress.seconds
+        shown = _Mean()
+        for batch in self._batches(corpus):
+            if progress.seconds >= total_s:
+                break
+            begin = time.perf_counter()
+            for group in optimiser.param_groups:
+                group["lr"] = rate * schedule(progress.seconds / total_s)
+            sequences = features.batch(batch)
+            with self._autocast():
+                loss, scalars = recipe.loss(sequences)
+            if not loss.isfinite():
+                raise ValueError(f"the loss is {loss.item()} at update {progress.updates}")
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
+            optimiser.step()
+            progress.updates += 1
+            progress.tokens += int(sequences.written_BT.sum())
+            shown.add({"loss": loss.detach()} | scalars)
+            progress.seconds += time.perf_counter() - begin
+            if progress.seconds - evaluated_s >= 60 * config.evaluate_minutes:
+                evaluated_s = progress.seconds
+                self._evaluate(recipe, features, corpus)
+            if progress.seconds - saved_s >= _SAVE_EVERY_S:
+                saved_s = progress.seconds
+                self._save_state(recipe, optimiser)
+                self._show(shown)
+                shown = _Mean()
+        self._save_state(recipe, optimiser)
+        self._show(shown)
+
+    def _batches(self, corpus: Corpus) -> Iterator[list[int]]:
+        """Indices of sequences for one update after another, without end; each epoch in an order of
+        its own."""
+        indices = corpus.indices(held_out=False)
+        if not indices:
+            raise ValueError("the corpus has no sequence to train on; ask for more --tokens")
+        progress = self.progress
+        while True:
+            order = random.Random(f"{self.config.seed} {progress.epoch}").sample(
+                indices, len(indices)
+            )
+            while progress.place < len(order):
+                batch, size = list[int](), 0
+                while progress.place < len(order) and size < self.config.batch_tokens:
+                    batch.append(order[progress.place])
+                    size += len(corpus.sequences[batch[-1]].tokens)
+                    progress.place += 1
+                yield batch
+            progress.epoch, progress.place = progress.epoch + 1, 0
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.target.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.target.device.type, self.target.dtype)
+
+    def _evaluate(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
+        """Writes a checkpoint and decodes a few prompts of every workload with it."""
+        self._write(recipe, features, corpus)
+        config = registry.make_config(
+            self.config.method, self.method, {self.method.weights_knob: str(self.out)}
+        )
+        self.progress.tau = held_out_tau(self.target, self.method(self.target, config))
+        self.say("tau: " + ", ".join(f"{k} {v:.2f}" for k, v in self.progress.tau.items()))
+
+    def _write(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
+        held_out = corpus.indices(held_out=True)[:_CALIBRATED]
+        with torch.no_grad(), self._autocast():
+            recipe.calibrate(features.batch([index]) for index in held_out)
+        recipe.write(self.out)
+
+    def _finish(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
+        self._evaluate(recipe, features, corpus)
+        self.say(f"the checkpoint is in {self.out}")
+
+    def _show(self, shown: "_Mean") -> None:
+        progress = self.progress
+        if not shown.count:
+            return
+        means = shown.means()
+        speed = Speed(progress.tokens, progress.seconds)
+        line = {
+            "minutes": round(progress.seconds / 60, 2),
+            "updates": progress.updates,
+            "epoch": progress.epoch,
+            "tokens_per_s": round(speed.tokens / speed.seconds, 1),
+            **means,
+            "tau": progress.tau,
+        }
+        with (self.out / _LOG).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        numbers = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+        self.say(
+            f"{progress.seconds / 60:.1f} of {self.config.minutes:g} min, "
+            f"{progress.updates} updates, {speed}: {numbers}"
+        )
+
+    def _save_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        state = {
+            "module": recipe.module.state_dict(),
+            "optimiser": optimiser.state_dict(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+        part = self.out / f"{_STATE}.part"
+        torch.save(state, part)
+        os.replace(part, self.out / _STATE)
+
+    def _load_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
+        path = self.out / _STATE
+        if path.is_file():
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+            recipe.module.load_state_dict(state["module"])
+            optimiser.load_state_dict(state["optimiser"])
+            vars(self.progress).update(state["progress"])
+            self.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
+
+
+class _Mean:
+    """Means of scalars over updates, without waiting for a device at each."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.count = 0
+
+    def add(self, scalars: dict[str, torch.Tensor]) -> None:
+        self.count += 1
+        for name, value in scalars.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
+
+    def means(self) -> dict[str, float]:
+        return {name: round(float(total) / self.count, 4) for name, total in self.sums.items()}
+
+
+def schedule(done: float) -> float:
+    """The learning rate's share of its height when a share of the run is done: a linear start, then
+    half a cosine."""
+    if done < _WARM_UP:
+        return max(done / _WARM_UP, 0.02)
+    angle = math.pi * min(1.0, (done - _WARM_UP) / (1 - _WARM_UP))
+    return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(angle)) / 2
+
+
+def held_out_tau(
+    target: Target,
+    method: Method,
+    num_prompts: int = _EVALUATED_PROMPTS,
+    num_tokens: int = _EVALUATED_TOKENS,
+) -> dict[str, float]:
+    """Committed tokens per step by kind of workload, on a few prompts of each, greedily."""
+    assert target.tokenizer is not None
+    steps: dict[str, list[tuple[int, int]]] = {}
+    for card in list_workloads():
+        workload = load_workload(card.name, num_prompts)
+        for prompt in workload.prompts:
+            ids = build_prompt(target.tokenizer, prompt.turns[:1], (), workload.instruction)
+            controller = Fixed(method.config.depth, method.config.max_nodes)
+            request = Request(id=prompt.id, prompt=ids, max_new_tokens=num_tokens)
+            (row,) = Decoder(target, method, controller, Sampling()).run([request])
+            steps.setdefault(card.kind, []).append((len(row.output), len(row.steps)))
+    return {
+        kind: round(sum(tokens for tokens, _ in found) / sum(count for _, count in found), 3)
+        for kind, found in steps.items()
+    }
+
+
+def start(
+    config: TrainConfig, out: Path, load: Callable[[], Target], say: Callable[[str], None]
+) -> Trainer:
+    """A run in a new folder.
+
+    Raises:
+        ValueError: the folder holds something.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {str(out)!r} is not empty; go on with what is there by --resume")
+    trainer = Trainer(config, load(), out, say)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _SETTINGS).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    return trainer
+
+
+def settings(out: Path) -> dict[str, Any]:
+    """The settings of the run in a folder.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        found: dict[str, Any] = json.loads((out / _SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no training run in {str(out)!r}: {error}") from error
+    return found
+
+
+def taps_of(sequence: Sequence[int]) -> tuple[int, ...]:
+    """Distinct taps, in order."""
+    return tuple(dict.fromkeys(sequence))
