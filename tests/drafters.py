@@ -3,6 +3,8 @@ output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +18,7 @@ from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Requ
 from specbench.records import RequestRecord
 from specbench.sampling import Sampling, position_key, request_key, uniform
 from specbench.target import KVCache, Target
+from specbench.training.recipe import Options, Recipe
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -43,6 +46,7 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"exit_layer": "2", "branching": "2,2"},
         {"skip": "0,2", "branching": "2,2"},
     ],
+    "medusa": [{}, {"tree": "1,1,1,1"}, {"tree": "1,3,2"}],
 }
 """The settings to test a method in; a method that is not listed here is tested as it comes."""
 
@@ -81,8 +85,29 @@ def looping_target(**settings: Any) -> Target:
 @cache
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
-    cls = registry.load_method(setting.method)
-    return cls(target, registry.make_config(setting.method, cls, dict(setting.knobs)))
+    cls, knobs = registry.load_method(setting.method), dict(setting.knobs)
+    if cls.Recipe is not None and "weights" in cls.Config.__dataclass_fields__:
+        knobs["weights"] = str(save_random_drafter(target, cls.Recipe))
+    return cls(target, registry.make_config(setting.method, cls, knobs))
+
+
+@cache
+def save_random_drafter(target: Target, recipe: type[Recipe]) -> Path:
+    """Saves what a recipe starts from, with random numbers added to all that it would train, for a
+    draft vocabulary of two thirds of the tokens."""
+    token_counts = torch.arange(target.vocab_size) % 3 != 0
+    trained = recipe(target, Options(int(token_counts.sum()), token_counts.long()))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = Path(_FOLDERS.name, str(len(list(Path(_FOLDERS.name).iterdir()))))
+    trained.write(folder)
+    return folder
+
+
+_FOLDERS = TemporaryDirectory()
 
 
 def make_request(
