@@ -59,20 +59,22 @@ class MedusaRecipe(Recipe):
             p_MD = self.rows(hidden_BTh[row_M, last_M].float()).float().softmax(-1)
         total, weights, shown = p_MD.new_zeros(()), 0.0, {}
         for head in range(heads.num_heads):
-            has_past = last_M > head
-            row, last, token = row_M[has_past], last_M[has_past], token_M[has_past]
-            logits = heads.logits(head, hidden_BTh[row, last - 1 - head].float()).float()
-            loss = -(p_MD[has_past] * logits.log_softmax(-1)).sum(-1)
-            total = total + _DECAY**head * _mean(loss, self.is_drafted_V[token])
+            has_past_M = last_M > head
+            past_M = (last_M - 1 - head).clamp_min(0)
+            logits_MD = heads.logits(head, hidden_BTh[row_M, past_M].float()).float()
+            loss_M = F.cross_entropy(logits_MD, p_MD, reduction="none")
+            total = total + _DECAY**head * _mean(loss_M, has_past_M & self.is_drafted_V[token_M])
             weights += _DECAY**head
-            is_right = heads.ids_D[logits.detach().argmax(-1)] == token
-            shown[f"acc{head + 1}"] = _mean(is_right, torch.ones_like(is_right))
+            guess_M = heads.ids_D[logits_MD.detach().argmax(-1)]
+            shown[f"acc{head + 1}"] = _mean(guess_M == token_M, has_past_M)
         return total / weights, shown
 
     def calibrate(self, batches: Iterable[Sequences]) -> None:
         """Measures the heads on held-out sequences; `write` adds what the tree is built from."""
         found = [guess_ranks(self.module, batch) for batch in batches]
-        ranks_MK = torch.cat(found) if found else torch.empty(0, self.module.num_heads)
+        if not sum(map(len, found)):
+            return
+        ranks_MK = torch.cat(found)
         seen = [
             list(takewhile(lambda rank: 0 <= rank < _NUM_RANKS, ranks))
             for ranks in ranks_MK.tolist()
@@ -109,11 +111,9 @@ def guess_ranks(heads: MedusaHeads, batch: Sequences) -> torch.Tensor:
     token_MK = tokens_BT[row_M[:, None], index_MK]
     written_MK = written_BT[row_M[:, None], index_MK].cumprod(1).bool()
     hidden_Mh = batch.hidden[FINAL][row_M, first_M].float()
-    ranks = [
-        _ranks(heads, hidden_Mh[places], token_MK[places])
-        for start in range(0, max(len(token_MK), 1), _PLACES_AT_ONCE)
-        for places in [slice(start, start + _PLACES_AT_ONCE)]
-    ]
+    starts = range(0, max(len(token_MK), 1), _PLACES_AT_ONCE)
+    places = [slice(start, start + _PLACES_AT_ONCE) for start in starts]
+    ranks = [_ranks(heads, hidden_Mh[some], token_MK[some]) for some in places]
     return torch.cat(ranks).masked_fill(~written_MK, -1)
 
 
@@ -128,7 +128,7 @@ def _ranks(heads: MedusaHeads, hidden_Mh: torch.Tensor, token_MK: torch.Tensor) 
 def rank_accuracy(ranks_MK: torch.Tensor) -> list[list[float]]:
     """How often the guess of each rank is right, by head and rank, from `guess_ranks`."""
     accuracy = []
-    for ranks_M in ranks_MK.long().unbind(1):
+    for ranks_M in ranks_MK.unbind(1):
         counts_R = ranks_M[ranks_M >= 0].bincount(minlength=_NUM_RANKS + 1)
         share_R = counts_R[:_NUM_RANKS] / counts_R.sum().clamp_min(1)
         accuracy.append([round(share, 5) for share in share_R.tolist()])
