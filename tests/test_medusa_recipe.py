@@ -78,11 +78,12 @@ def plain_loss(made: MedusaRecipe, batch: Sequences) -> tuple[float, list[float]
 
 
 def test_the_loss_compares_each_head_with_the_target_as_many_tokens_ahead() -> None:
-    made, whole = recipe(seed=5), data()
+    made, whole = recipe(vocab=20, seed=5), data()
     batch = Sequences(
         whole.tokens_BT[:3], whole.written_BT[:3].clone(), {FINAL: whole.hidden[FINAL][:3]}
     )
     batch.written_BT[1, 12:15] = False  # a second turn of the prompt
+    assert 0.1 < float(made.is_drafted_V[batch.tokens_BT[batch.written_BT]].float().mean()) < 0.9
     with torch.no_grad():
         loss, shown = made.loss(batch)
         expected, accuracies = plain_loss(made, batch)
