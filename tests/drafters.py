@@ -3,6 +3,8 @@ output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,10 +14,11 @@ from transformers import PreTrainedModel
 from specbench import registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
-from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row
+from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row, pad_rows
 from specbench.records import RequestRecord
 from specbench.sampling import Sampling, position_key, request_key, uniform
 from specbench.target import KVCache, Target
+from specbench.training.recipe import Options, Recipe, Sequences
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -43,6 +46,7 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"exit_layer": "2", "branching": "2,2"},
         {"skip": "0,2", "branching": "2,2"},
     ],
+    "medusa": [{}, {"tree": "1,1,1,1"}, {"tree": "1,3,2"}],
 }
 """The settings to test a method in; a method that is not listed here is tested as it comes."""
 
@@ -81,8 +85,53 @@ def looping_target(**settings: Any) -> Target:
 @cache
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
-    cls = registry.load_method(setting.method)
-    return cls(target, registry.make_config(setting.method, cls, dict(setting.knobs)))
+    cls, knobs = registry.load_method(setting.method), dict(setting.knobs)
+    if cls.Recipe is not None and "weights" in cls.Config.__dataclass_fields__:
+        knobs["weights"] = str(save_tiny_drafter(target, cls.Recipe))
+    return cls(target, registry.make_config(setting.method, cls, knobs))
+
+
+@cache
+def save_tiny_drafter(target: Target, recipe: type[Recipe]) -> Path:
+    """Trains a drafter for a moment on the target's own outputs, so that some of its drafts are
+    accepted, and saves it; it drafts two thirds of the tokens."""
+    token_counts = own_outputs(target).tokens_BT.flatten().bincount(minlength=target.vocab_size)
+    torch.manual_seed(0)
+    trained = recipe(target, Options(target.vocab_size * 2 // 3, token_counts))
+    batch = own_outputs(target, trained.needed_taps())
+    parameters = [p for p in trained.module.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(parameters, lr=1e-2)
+    for _ in range(40):
+        optimiser.zero_grad()
+        trained.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    folder = Path(_FOLDERS.name, str(len(list(Path(_FOLDERS.name).iterdir()))))
+    trained.write(folder)
+    return folder
+
+
+@cache
+def own_outputs(target: Target, taps: tuple[int, ...] = ()) -> Sequences:
+    """Prompts of random length and tokens with the target's answers, for training and
+    calibration."""
+    torch.manual_seed(7)
+    prompts = [torch.randint(3, target.vocab_size, (2 + i % 5,)).tolist() for i in range(24)]
+    requests = [make_request(prompt, 20, name=f"training {i}") for i, prompt in enumerate(prompts)]
+    rows = decode(target, make_method(target, Setting("vanilla", ())), requests, max_rows=24)
+    tokens_BT = pad_rows([row.tokens for row in rows])
+    written = [[False] * len(row.request.prompt) + [True] * len(row.output) for row in rows]
+    cache = target.new_cache(len(rows))
+    for _ in rows:
+        cache.add_row()
+    trees = [Tree.chain(tokens_BT.shape[1] - 1)] * len(rows)
+    hidden = target.forward(tokens_BT, trees, cache, taps=taps).taps
+    # Clones are tensors outside of inference mode, which may enter a gradient.
+    return Sequences(
+        tokens_BT, pad_rows(written).bool(), {tap: states.clone() for tap, states in hidden.items()}
+    )
+
+
+_FOLDERS = TemporaryDirectory()
 
 
 def make_request(

@@ -68,16 +68,19 @@ def load_checkpoint(source: str | Path, files: Sequence[str] = _FILES) -> Checkp
 
 
 def save_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    file: str = WEIGHTS,
 ) -> None:
-    """Writes a checkpoint: ``config.json`` and ``model.safetensors``, floats in bfloat16."""
+    """Writes a checkpoint: ``config.json`` and a file of safetensors, floats in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     narrow = {
         key: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().contiguous()
         for key, value in tensors.items()
     }
-    save_file(narrow, folder / WEIGHTS)
+    save_file(narrow, folder / file)
 
 
 def _folder(name: str, files: Sequence[str]) -> Path:

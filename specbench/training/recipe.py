@@ -6,7 +6,7 @@ hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -78,6 +78,10 @@ class Recipe(ABC):
         """The mean loss of a predicted token, and detached scalars to show: ``acc1``, ``acc2``, ...
         the share of written tokens that the drafter's likeliest guess at depth 1, 2, ... gets right
         (given the true tokens before it)."""
+
+    def calibrate(self, batches: Iterable[Sequences]) -> None:  # noqa: B027 - an optional hook
+        """Measures the trained drafter on held-out sequences, for what `write` says of it and what
+        its method decides by it."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:

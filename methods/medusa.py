@@ -1,0 +1,166 @@
+"""Medusa: heads on the target's last hidden state guess several tokens ahead at once, and a fixed
+tree of their likeliest guesses is verified (Cai et al. 2024).
+
+A guess does not depend on the guesses before it, so all levels of the tree come from one evaluation
+of the heads, on the hidden state of the token before the root. Drafts are point masses: lossless
+at any temperature, unless the paper's typical acceptance is asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specbench.learned.medusa import load_heads
+from specbench.learned.shipped import weights_for
+from specbench.learned.trees import RankTree
+from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Typical, Verdict
+from specbench.target import FINAL, Target, packing
+from specbench.training.medusa import MedusaRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(MethodConfig):
+    """Knobs of Medusa.
+
+    Args:
+        weights: folder or Hub name of the heads; empty for those that come with the project.
+        tree: the tree of ranks: ``1,7,6`` (dense), a JSON list of paths or the name of a file that
+            holds one; empty for the one that the heads were calibrated to. The nodes that the
+            budget leaves room for are taken.
+        typical: accept by the paper's typical acceptance instead: lossy, except at T=0.
+        epsilon, delta: its thresholds.
+    """
+
+    depth: int = 4
+    max_nodes: int = 8
+    weights: str = ""
+    tree: str = ""
+    typical: bool = False
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epsilon <= 0 or self.delta <= 0:
+            raise ValueError(
+                f"epsilon {self.epsilon}, delta {self.delta} are out of range; valid: above 0"
+            )
+
+
+class Medusa(Method):
+    """Heads draft a tree of ranks."""
+
+    Config = MedusaConfig
+    Recipe = MedusaRecipe
+    taps = (FINAL,)
+    config: MedusaConfig
+
+    def __init__(self, target: Target, config: MedusaConfig) -> None:
+        super().__init__(target, config)
+        self.weights = weights_for("medusa", config.weights, target)
+        self.heads, self.tree = load_heads(self.weights, target)
+        if config.tree:
+            self.tree = RankTree.parse(config.tree)
+        _check_tree(self.tree, self.heads.num_heads, self._vocab_size)
+        self._num_bytes = sum(p.numel() * p.element_size() for p in self.heads.parameters())
+        make = packing.product_class(target.dtype) if target.device.type == "cpu" else None
+        if make is not None:
+            packing.pack(self.heads, make)
+        if config.typical:
+            self.typical = Typical(epsilon=config.epsilon, delta=config.delta)
+        self.hidden: list[torch.Tensor | None] = []
+        """By row, the hidden state [h] of the token before the root; None while it has not run."""
+
+    @property
+    def _vocab_size(self) -> int:
+        ids_D = self.heads.ids_D
+        return self.target.vocab_size if ids_D is None else len(ids_D)
+
+    @property
+    def label(self) -> str:
+        """How many heads, and whose."""
+        source = f" of {self.config.weights}" if self.config.weights else ""
+        return f"{self.heads.num_heads} heads{source}"
+
+    @property
+    def num_extra_bytes(self) -> int:
+        """The heads' weights."""
+        return self._num_bytes
+
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Keeps the hidden state of each prompt's last token but one."""
+        self.hidden += [tap[FINAL][0, -1].clone() if FINAL in tap else None for tap in taps]
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        """The tree's guesses; nothing where no token has run yet."""
+        shapes = [
+            self.tree.within(*(Budget(0, 0) if hidden is None else budget))
+            for hidden, budget in zip(self.hidden, budgets, strict=True)
+        ]
+        drafting = [row for row, shape in enumerate(shapes) if shape.ranks]
+        drafted: list[list[int]] = [[] for _ in shapes]
+        if drafting:
+            num_levels = max(shapes[row].tree.depth for row in drafting)
+            num_ranks = max(max(shapes[row].ranks) for row in drafting) + 1
+            hidden = [state for row in drafting if (state := self.hidden[row]) is not None]
+            guesses = self._guess(torch.stack(hidden), num_levels, num_ranks)
+            for row, by_level in zip(drafting, guesses, strict=True):
+                tree, ranks = shapes[row]
+                drafted[row] = [
+                    by_level[depth - 1][rank]
+                    for depth, rank in zip(tree.depths[1:], ranks, strict=True)
+                ]
+        return Proposal.from_rows(batch.rows, [shape.tree for shape in shapes], drafted)
+
+    @torch.inference_mode()
+    def _guess(
+        self, hidden_Mh: torch.Tensor, num_levels: int, num_ranks: int
+    ) -> list[list[list[int]]]:
+        """By row, level and rank: the likeliest tokens."""
+        ids_MKR = self.heads(hidden_Mh, num_levels).topk(num_ranks).indices
+        if self.heads.ids_D is not None:
+            ids_MKR = self.heads.ids_D[ids_MKR]
+        guesses: list[list[list[int]]] = ids_MKR.tolist()
+        return guesses
+
+    def update(self, verdict: Verdict) -> None:
+        """Keeps the hidden state of each last accepted node: the next token after it is the new
+        root."""
+        last = torch.tensor([path[-1] for path in verdict.paths])
+        self.hidden = list(verdict.taps[FINAL][torch.arange(len(last)), last].unbind())
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps the rows' hidden states."""
+        self.hidden = [self.hidden[row] for row in rows]
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self.hidden = []
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, and what drafts."""
+        return super().describe() | {
+            "weights": self.weights,
+            "num_heads": self.heads.num_heads,
+            "draft_vocab_size": self._vocab_size,
+            "tree_paths": [list(path) for path in self.tree.paths[: self.config.max_nodes]],
+        }
+
+
+def _check_tree(tree: RankTree, num_heads: int, vocab_size: int) -> None:
+    """Refuses a tree that asks for more than the heads have.
+
+    Raises:
+        ValueError: it is deeper than there are heads, or takes more guesses than there are tokens.
+    """
+    if tree.depth > num_heads:
+        raise ValueError(
+            f"medusa: a tree of depth {tree.depth} needs as many heads; these are {num_heads}"
+        )
+    if tree.num_ranks > vocab_size:
+        raise ValueError(
+            f"medusa: the tree takes {tree.num_ranks} guesses at a token; these heads know "
+            f"{vocab_size} tokens"
+        )
