@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specbench.learned.medusa import load_heads
-from specbench.learned.shipped import weights_for
+from specbench.learned.shipped import missing, weights_for
 from specbench.learned.trees import RankTree
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Typical, Verdict
 from specbench.target import FINAL, Target, packing
@@ -59,7 +59,7 @@ class Medusa(Method):
 
     def __init__(self, target: Target, config: MedusaConfig) -> None:
         super().__init__(target, config)
-        self.weights = weights_for("medusa", config.weights, target)
+        self.weights = weights_for("medusa", config.weights, target.name)
         self.heads, self.tree = load_heads(self.weights, target)
         if config.tree:
             self.tree = RankTree.parse(config.tree)
@@ -72,6 +72,12 @@ class Medusa(Method):
             self.typical = Typical(epsilon=config.epsilon, delta=config.delta)
         self.hidden: list[torch.Tensor | None] = []
         """By row, the hidden state [h] of the token before the root; None while it has not run."""
+
+    @classmethod
+    def lacks(cls, config: MethodConfig, target: str) -> str:
+        """The heads."""
+        assert isinstance(config, MedusaConfig)
+        return missing("medusa", config.weights, target)
 
     @property
     def _vocab_size(self) -> int:

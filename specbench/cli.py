@@ -82,6 +82,33 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folders", metavar="DIR", nargs="+", type=Path)
     report.add_argument("--format", choices=("rich", "md", "json"), default="rich")
+    train = commands.add_parser(
+        "train",
+        help="train a method's drafter",
+        description="Train a method's drafter on the target's own outputs. In brackets: the "
+        "defaults.",
+        allow_abbrev=False,
+    )
+    train.add_argument("method", metavar="METHOD", help="a method that has weights")
+    add = partial(train.add_argument, default=argparse.SUPPRESS)
+    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
+    add("--prompts", metavar="SOURCE", help="a data set or file (the target invents its own)")
+    add("--tokens", metavar="N", type=int, help="tokens of answers to train on (300000)")
+    add("--minutes", metavar="M", type=float, help="of training, data apart (60)")
+    add("--max-new-tokens", metavar="N", type=int, help="token budget of an answer (128)")
+    add("--batch-size", metavar="B", type=int, help="prompts answered together (32)")
+    add("--batch-tokens", metavar="N", type=int, help="tokens for each update (768)")
+    add("--learning-rate", metavar="R", type=float, help="at its height (the method's own)")
+    add("--vocab", metavar="N", type=int, help="tokens that can be drafted (the method's own)")
+    add("--unroll", metavar="N", type=int, help="steps, or heads (the method's own)")
+    add("--layers", metavar="N", type=int, help="decoder layers (the method's own)")
+    add("--exit-layer", metavar="N", type=int, help="where the stack is left (the method's own)")
+    add("--disk-gib", metavar="G", type=float, help="for the target's hidden states (8)")
+    add("--evaluate-minutes", metavar="M", type=float, help="between two evaluations (10)")
+    add("--dtype", metavar="D", help="float32 or bfloat16 (what the device is good at)")
+    add("--seed", metavar="S", type=int, help="of the random numbers (0)")
+    add("--out", metavar="DIR", type=_folder, help="the folder of the run (runs/train-METHOD)")
+    train.add_argument("--resume", action="store_true", help="go on with the run in --out")
     commands.add_parser("methods", help="list the methods", allow_abbrev=False)
     commands.add_parser("workloads", help="list the workloads", allow_abbrev=False)
     return parser
@@ -99,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         arguments = build_parser().parse_args(argv)
-        command = {"run": _run, "report": _report, "methods": _methods, "workloads": _workloads}
-        return command[arguments.command](arguments)
+        return _COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
         # Who reads the output has seen enough; nothing more is to be written when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -172,7 +198,8 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
     if "resume" not in given:
         problems: list[str] = []
         if "methods" not in given:
-            settings["methods"], problems = registry.usable()
+            target = settings.get("target", RunConfig.target)
+            settings["methods"], problems = registry.usable(target, knobs)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         todo = plan.new(RunConfig(**settings), given.get("out", Path("runs") / stamp))
         todo.notes += [f"left out: {problem}" for problem in problems]
@@ -257,6 +284,39 @@ def _workloads(arguments: argparse.Namespace) -> int:
         table.add_row(card.name, card.kind, str(card.num_prompts), how, card.licence, card.origin)
     Console().print(table)
     return EXIT_DONE
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from specbench.training.trainer import open_run
+    from specbench.worker import hush
+
+    hush()
+    given = {k: v for k, v in vars(arguments).items() if k not in ("command", "out", "resume")}
+    out = vars(arguments).get("out", Path("runs") / f"train-{arguments.method}")
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with _terminable():
+        try:
+            open_run(given, out, arguments.resume, say).run()
+        except KeyboardInterrupt:
+            say(f"specbench: interrupted; go on by --resume --out {shlex.quote(str(out))}")
+            return EXIT_INTERRUPTED
+    print(
+        f"`specbench run --set {arguments.method}.weights={shlex.quote(str(out))}` drafts with it"
+    )
+    return EXIT_DONE
+
+
+_COMMANDS = {
+    "run": _run,
+    "report": _report,
+    "train": _train,
+    "methods": _methods,
+    "workloads": _workloads,
+}
 
 
 if __name__ == "__main__":

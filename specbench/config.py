@@ -24,8 +24,8 @@ class RunConfig:
 
     Args:
         target: the target's name, Hub name, folder or GGUF file.
-        methods: methods to compare; the baseline is always among them. Empty: all that are
-            installed.
+        methods: methods to compare; the baseline is always among them. Empty: all that can
+            draft for the target.
         workloads: names of workloads, data sets or files.
         prompts: prompts per workload; None for all.
         max_new_tokens: token budget per request.
@@ -84,8 +84,7 @@ class RunConfig:
             raise ValueError("no workload is given; `specbench workloads` lists them")
         object.__setattr__(self, "workloads", tuple(dict.fromkeys(self.workloads)))
         self.sampling_for(Decoding())
-        known = registry.sources()
-        names = self.methods or tuple(known)
+        names = self.methods or registry.usable(self.target, self.knobs)[0]
         object.__setattr__(self, "methods", tuple(dict.fromkeys((BASELINE, *names))))
         for method, knobs in self.knobs.items():
             if method not in self.methods:
@@ -95,7 +94,9 @@ class RunConfig:
                     f"valid: {', '.join(self.methods)}"
                 )
         for name in self.methods:
-            self.method_config(name, registry.load_method(name))
+            cls = registry.load_method(name)
+            if problem := cls.lacks(self.method_config(name, cls), self.target):
+                raise ValueError(problem)
 
     def method_config(self, name: str, method: type[Method]) -> MethodConfig:
         """A method's settings in this run."""

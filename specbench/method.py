@@ -252,6 +252,8 @@ class Method(ABC):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     Recipe: ClassVar["type[Recipe] | None"] = None
     """How it is trained, if it can be."""
+    weights_knob: ClassVar[str] = "weights"
+    """The knob that names what was trained."""
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""
@@ -260,6 +262,12 @@ class Method(ABC):
 
     def __init__(self, target: Target, config: MethodConfig) -> None:
         self.target, self.config = target, config
+
+    @classmethod
+    def lacks(cls, config: MethodConfig, target: str) -> str:
+        """What is missing to draft for the target of this name, as far as can be told before
+        anything is loaded; empty if nothing."""
+        return ""
 
     @property
     def label(self) -> str:

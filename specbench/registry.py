@@ -10,7 +10,7 @@ import inspect
 import math
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -98,7 +98,7 @@ def load_method(name: str) -> type[Method]:
     return methods[0]
 
 
-def usable() -> tuple[tuple[str, ...], list[str]]:
+def loadable() -> tuple[tuple[str, ...], list[str]]:
     """The names of the methods that can be loaded, and why each of the others cannot."""
     names, problems = [], []
     for name in sources():
@@ -108,6 +108,28 @@ def usable() -> tuple[tuple[str, ...], list[str]]:
         except ValueError as error:
             problems.append(str(error))
     return tuple(names), problems
+
+
+def usable(
+    target: str, knobs: Mapping[str, Mapping[str, str]]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the methods that can be loaded and lack nothing to draft for a target, and why
+    each of the others cannot.
+
+    Args:
+        target: its name.
+        knobs: by method, the text of its knobs.
+
+    Raises:
+        ValueError: a knob of one of them is not valid.
+    """
+    names, problems = loadable()
+    lacking = {}
+    for name in names:
+        method = load_method(name)
+        if problem := method.lacks(make_config(name, method, knobs.get(name, {})), target):
+            lacking[name] = problem
+    return tuple(name for name in names if name not in lacking), [*problems, *lacking.values()]
 
 
 def _hint(error: ImportError) -> str:
@@ -134,7 +156,7 @@ def _methods_in(module: ModuleType, attribute: str | None) -> list[type[Method]]
     ]
 
 
-def make_config(name: str, method: type[Method], knobs: dict[str, str]) -> MethodConfig:
+def make_config(name: str, method: type[Method], knobs: Mapping[str, str]) -> MethodConfig:
     """A method's config from the text of its knobs.
 
     Raises:

@@ -9,9 +9,10 @@ import pytest
 import specbench_methods
 from specbench import registry
 from specbench.cli import _plan, build_parser
+from specbench.config import RunConfig
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal
 from specbench.registry import load_method, make_config, sources
-from specbench.target import Target
+from specbench.target import DEFAULT_TARGET, Target
 from tests.drafters import decode, looping_target, make_request, reference
 
 METHOD = """
@@ -98,14 +99,35 @@ def test_a_missing_dependency_breaks_one_method_and_says_what_to_install(own: Pa
 
 
 def test_where_no_methods_are_asked_for_one_that_cannot_be_loaded_is_left_out(own: Path) -> None:
+    before, lacking = registry.usable(DEFAULT_TARGET, {})
     (own / "needy.py").write_text("import no_such_package\n" + METHOD)
-    names, problems = registry.usable()
-    assert set(names) == set(sources()) - {"needy"}
-    (problem,) = problems
+    names, problems = registry.usable(DEFAULT_TARGET, {})
+    assert names == before and "needy" in sources()
+    (problem,) = set(problems) - set(lacking)
     assert "needy" in problem and "install 'no_such_package'" in problem
     todo = _plan(build_parser().parse_args(["run", "--workloads", "humaneval", "--prompts", "1"]))
     assert todo.config.methods == names
-    assert todo.notes == [f"left out: {problem}"]
+    assert todo.notes == [f"left out: {problem}" for problem in problems]
+
+
+def test_a_method_that_lacks_something_for_a_target_is_left_out_or_named(
+    own: Path, tmp_path: Path
+) -> None:
+    lacking = (
+        METHOD
+        + """
+    @classmethod
+    def lacks(cls, config, target):
+        return "" if target == "fed" else f"idle has no food for {target}"
+"""
+    )
+    (own / "hungry.py").write_text(lacking)
+    assert "hungry" in registry.usable("fed", {})[0]
+    names, problems = registry.usable("other", {})
+    assert "hungry" not in names and "idle has no food for other" in problems
+    assert "hungry" in RunConfig(target="fed", methods=("hungry",)).methods
+    with pytest.raises(ValueError, match="idle has no food for other"):
+        RunConfig(target="other", methods=("hungry",))
 
 
 @pytest.mark.parametrize(

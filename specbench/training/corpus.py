@@ -87,6 +87,15 @@ class Corpus:
             file.writelines(json.dumps(asdict(one)) + "\n" for one in new)
         self.sequences += new
 
+    def cut(self, num_tokens: int) -> None:
+        """Goes on with the first so many tokens of answers, and leaves the file as it is."""
+        total = 0
+        for index, sequence in enumerate(self.sequences):
+            total += len(sequence.answer)
+            if total >= num_tokens:
+                self.sequences = self.sequences[: index + 1]
+                return
+
     def indices(self, held_out: bool) -> list[int]:
         """Of the sequences to train on, or of the others."""
         return [i for i in range(len(self)) if (i % _HELD_OUT == _HELD_OUT - 1) is held_out]

@@ -66,10 +66,7 @@ class Features:
         return Sequences(
             _padded([sequence.tokens for sequence in sequences], width).to(device),
             _padded(
-                [
-                    [0] * len(sequence.prompt) + [1] * len(sequence.answer)
-                    for sequence in sequences
-                ],
+                [[0] * len(sequence.prompt) + [1] * len(sequence.answer) for sequence in sequences],
                 width,
             )
             .bool()

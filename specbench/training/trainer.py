@@ -8,19 +8,21 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specbench import registry
+from specbench import provenance, registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
+from specbench.messages import in_one_line
 from specbench.method import Method, Request
 from specbench.sampling import Sampling
-from specbench.target import Target
+from specbench.target import DEFAULT_TARGET, Target, load_target
 from specbench.target.loading import cache_folder
 from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
 from specbench.training.features import Features
@@ -28,6 +30,7 @@ from specbench.training.prompts import Evaluated, source_prompts
 from specbench.training.recipe import Options, Recipe
 from specbench.workloads import build_prompt, list_workloads, load_workload
 
+CARD = "card.json"
 _STATE, _LOG, _SETTINGS = "state.pt", "log.jsonl", "settings.json"
 _WARM_UP = 0.03
 _LEAST_RATE = 0.05
@@ -64,7 +67,7 @@ class TrainConfig:
     """
 
     method: str
-    target: str
+    target: str = DEFAULT_TARGET
     prompts: str | None = None
     tokens: int = 300_000
     minutes: float = 60.0
@@ -100,7 +103,9 @@ class TrainConfig:
         for name in ("minutes", "evaluate_minutes"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 option = name.replace("_", "-")
-                raise ValueError(f"--{option} {getattr(self, name)} is out of range; valid: above 0")
+                raise ValueError(
+                    f"--{option} {getattr(self, name)} is out of range; valid: above 0"
+                )
 
 
 @dataclass
@@ -132,9 +137,7 @@ class Trainer:
         self, config: TrainConfig, target: Target, out: Path, say: Callable[[str], None]
     ) -> None:
         self.config, self.target, self.out, self.say = config, target, out, say
-        self.method = registry.load_method(config.method)
-        if self.method.Recipe is None:
-            raise ValueError(f"method {config.method!r} has nothing to train")
+        self.method = check_method(config.method)
         self.progress = Progress()
 
     def run(self) -> None:
@@ -165,9 +168,7 @@ class Trainer:
             prompts, dropped = source_prompts(config.prompts, evaluated)
             random.Random(config.seed).shuffle(prompts)
             self.say(f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads")
-        name = corpus_name(
-            self.target, f"{config.prompts} {config.seed}", config.max_new_tokens
-        )
+        name = corpus_name(self.target, f"{config.prompts} {config.seed}", config.max_new_tokens)
         folder = cache_folder() / "corpora" / name
         corpus = Corpus(folder)
         self.say(f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers")
@@ -187,7 +188,7 @@ class Trainer:
                 f"generation: {writer.speed} at batch {config.batch_size}, "
                 f"{writer.target_share:.0%} of the time in the target"
             )
-        corpus.truncate(config.tokens)
+        corpus.cut(config.tokens)
         return corpus, folder
 
     def _recipe(self, corpus: Corpus) -> Recipe:
@@ -286,6 +287,29 @@ class Trainer:
 
     def _finish(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
         self._evaluate(recipe, features, corpus)
+        progress = self.progress
+        weights = sorted(self.out.glob("*.safetensors"))
+        card = {
+            "method": self.config.method,
+            "target": self.target.name,
+            "target_weights_sha256": self.target.fingerprint,
+            "settings": dataclasses.asdict(self.config),
+            "corpus": {
+                "prompts": self.config.prompts or "invented by the target",
+                "answers": len(corpus),
+                "answer_tokens": corpus.num_answered,
+            },
+            "training": {
+                "minutes": round(progress.seconds / 60, 1),
+                "updates": progress.updates,
+                "tokens_learned_from": progress.tokens,
+                "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9), 1),
+            },
+            "held_out_tau": progress.tau,
+            "provenance": provenance.collect() | provenance.machine(),
+            "sha256": {path.name: sha256(path.read_bytes()).hexdigest() for path in weights},
+        }
+        (self.out / CARD).write_text(json.dumps(card, indent=2) + "\n")
         self.say(f"the checkpoint is in {self.out}")
 
     def _show(self, shown: "_Mean") -> None:
@@ -379,35 +403,64 @@ def held_out_tau(
     }
 
 
-def start(
-    config: TrainConfig, out: Path, load: Callable[[], Target], say: Callable[[str], None]
+def open_run(
+    given: Mapping[str, Any], out: Path, resume: bool, say: Callable[[str], None]
 ) -> Trainer:
-    """A run in a new folder.
+    """A training run in a new folder, or the one that is in a folder.
+
+    Args:
+        given: settings by name, see `TrainConfig`; beside ``resume`` those of the run that is there
+            hold, and only ``minutes`` may be others.
+        out: the folder.
+        resume: go on.
+        say: told how it goes.
 
     Raises:
-        ValueError: the folder holds something.
+        ValueError: a setting is not valid or not that of the run, the folder holds something else,
+        or the target cannot be loaded.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {str(out)!r} is not empty; go on with what is there by --resume")
-    trainer = Trainer(config, load(), out, say)
+    if resume:
+        own = _settings(out)
+        for name, value in given.items():
+            if name != "minutes" and own.get(name) != value:
+                option = name.replace("_", "-")
+                raise ValueError(
+                    f"--{option} {value} is not that of the run in {str(out)!r}, "
+                    f"{own.get(name)}; valid beside --resume: --minutes, and what it was begun with"
+                )
+        config = TrainConfig(**{**own, **given})
+    else:
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"--out {str(out)!r} is not empty; go on with it by --resume")
+        config = TrainConfig(**given)
+    check_method(config.method)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = Trainer(
+        config, load_target(config.target, dtype=config.dtype, device=device), out, say
+    )
     out.mkdir(parents=True, exist_ok=True)
     (out / _SETTINGS).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     return trainer
 
 
-def settings(out: Path) -> dict[str, Any]:
-    """The settings of the run in a folder.
+def check_method(name: str) -> type[Method]:
+    """The method with a name.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it has nothing to train.
     """
+    method = registry.load_method(name)
+    if method.Recipe is None:
+        names, _ = registry.loadable()
+        valid = [name for name in names if registry.load_method(name).Recipe is not None]
+        raise ValueError(f"method {name!r} has nothing to train; valid: {', '.join(valid)}")
+    return method
+
+
+def _settings(out: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((out / _SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no training run in {str(out)!r}: {error}") from error
+        TrainConfig(**found)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"no training run in {str(out)!r}: {in_one_line(error)}") from error
     return found
-
-
-def taps_of(sequence: Sequence[int]) -> tuple[int, ...]:
-    """Distinct taps, in order."""
-    return tuple(dict.fromkeys(sequence))
