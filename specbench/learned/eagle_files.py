@@ -1,5 +1,5 @@
-"""EAGLE checkpoints, by folder or Hub name: the official ones (EAGLE-1 and 2, EAGLE-3), SpecForge's,
-speculators' and DeepSpec's; our own are SpecForge's.
+"""EAGLE checkpoints, by folder or Hub name: the official ones (EAGLE-1 and 2, EAGLE-3), SpecForge,
+speculators and DeepSpec; our own are SpecForge's.
 
 Own settings in ``config.json``, all optional: ``"draft_head": "target"`` says that the rows of the
 target's own head stand in for ``lm_head.weight``; an EAGLE-1 head may have a reduced vocabulary too
