@@ -103,8 +103,7 @@ class Eagle(Method):
         super().__init__(target, config)
         self.weights = weights_for("eagle", config.weights, target)
         self.head = load_eagle(self.weights, target)
-        self.head.to(target.dtype)
-        self._num_bytes = self.head.num_bytes
+        self.num_parameters = self.head.num_parameters
         self.head.for_inference()
         self.taps = tuple(dict.fromkeys(self.head.shape.taps))
         self.cache = KVCache(1)
@@ -126,7 +125,7 @@ class Eagle(Method):
     @property
     def num_extra_bytes(self) -> int:
         """The head's weights, the rows of the target's own head among them."""
-        return self._num_bytes
+        return self.num_parameters * self.target.dtype.itemsize
 
     def describe(self) -> dict[str, Any]:
         """The settings, and what the head reads."""
@@ -134,6 +133,7 @@ class Eagle(Method):
             "weights": self.weights,
             "taps": self.head.shape.taps,
             "num_draft_tokens": self.head.num_draft_tokens,
+            "num_parameters": self.num_parameters,
         }
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 reimplementation of what they compute, and heads that draft well without training."""
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Maker:
 
     def weight(self, *shape: int) -> torch.Tensor:
         """Large enough that every part matters."""
-        return torch.randn(shape, generator=self.generator) * (1.2 / shape[-1] ** 0.5)
+        return torch.randn(shape, generator=self.generator) * (1.2 / math.sqrt(shape[-1]))
 
     def norm(self, width: int) -> torch.Tensor:
         """A norm's weight, unlike any other."""
@@ -152,7 +153,7 @@ class Plain:
         if self.whole:
             x = self.rms(x, self.whole)
         if self.parts:
-            chunks = x.split(self.dims.w, dim=-1)
+            chunks = x.chunk(len(self.parts), dim=-1)
             x = torch.cat([self.rms(c, k) for c, k in zip(chunks, self.parts, strict=True)], -1)
         return x @ self.t["fc.weight"].T
 
@@ -267,8 +268,8 @@ GOOD = {"good1": good_eagle1, "good3": good_eagle3}
 
 @cache
 def good_folder(name: str, vocab_size: int) -> str:
-    """A folder with a good head for a tiny target: ``good1`` or ``good3``; with ``-reduced`` one that
-    may not draft every third token."""
+    """A folder with a good head for a tiny target: ``good1`` or ``good3``; with ``-reduced``, one
+    that may not draft every third token."""
     kind, _, reduced = name.partition("-")
     ids = [i for i in range(vocab_size) if i % 3] if reduced else None
     config, tensors = GOOD[kind](Dims(kv=4), vocab_size, ids)

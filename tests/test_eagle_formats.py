@@ -3,7 +3,7 @@ a plain reimplementation: over a chain of true features, and over a tree behind 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "SpecForge whole vocabulary": specforge_whole_vocabulary,
     "speculators": lambda: speculators(qwen3=False),
     **{
-        f"speculators {flag}": lambda flag=flag: speculators(False, **{flag: True})
+        f"speculators {flag}": partial(speculators, False, **dict.fromkeys([flag], True))
         for flag in FLAGS
     },
     "speculators all flags and layers": lambda: speculators(
@@ -255,8 +255,9 @@ def outputs(head: EagleHead, taps: Sequence[int]) -> torch.Tensor:
 
     def run(tokens: list[int], features: torch.Tensor, tree: Tree, start: int) -> torch.Tensor:
         nodes = open_nodes(cache, [tree], [start], len(tokens), head.dtype, features.device)
-        found.append(head(torch.tensor([tokens]), features, nodes, cache))
-        return found[-1]
+        out: torch.Tensor = head(torch.tensor([tokens]), features, nodes, cache)
+        found.append(out)
+        return out
 
     run(TOKENS[:2], features[:, :2], Tree.chain(1), 0)
     cache.extend(0, 2)
@@ -317,7 +318,8 @@ def test_its_parts_do_the_same_on_a_whole_sequence_and_have_gradients(
     outputs(head, case.taps)  # inference leaves nothing behind that training could not use
     out = on_whole_sequence(head, hidden_states(case.taps))
     torch.testing.assert_close(out[0], expected(case)[: len(TOKENS)], rtol=1e-4, atol=1e-4)
-    (head.logits(out) if hasattr(head, "lm_head") else out).pow(2).sum().backward()
+    loss = (head.logits(out) if hasattr(head, "lm_head") else out).pow(2).sum()
+    torch.autograd.backward(loss)
     unused = {"norm.weight"} if not head.shape.head_norm else set()
     for key, parameter in head.named_parameters():
         if parameter.requires_grad and key not in unused:

@@ -231,6 +231,12 @@ class EagleHead(nn.Module):
         self._rotary_P2D: torch.Tensor | None = None
 
     @property
+    def num_parameters(self) -> int:
+        """How many it has of its own, the rows of the target's head among them; before it is
+        packed."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return cast(EagleLayer, self.layers[0]).post_attention_layernorm.weight.dtype
@@ -340,8 +346,3 @@ class EagleHead(nn.Module):
         if make is not None:
             packing.pack(self, make)
         return self
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its parameters, unless it is packed."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
