@@ -20,6 +20,7 @@ from specbench.sampling import Sampling, position_key, request_key, uniform
 from specbench.target import KVCache, Target
 from specbench.training.recipe import Options, Recipe, Sequences
 from specbench.tree import Tree
+from tests import eagle_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ASCII_VOCAB = 97
@@ -39,6 +40,16 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"model": "layers", "layers": "4"},
         {"model": "layers", "layers": "4", "branching": "2,2"},
     ],
+    "eagle": [
+        {},
+        {"tree": "chain"},
+        {"weights": "good3"},
+        {"weights": "good3-reduced", "top_k": "3"},
+        {"weights": "good1", "tree": "static"},
+        {"weights": "good1-reduced", "tree": "static", "branching": "2,2"},
+        {"weights": "good1-reduced", "tree": "chain", "drafts": "drawn"},
+        {"weights": "good3-reduced", "tree": "static", "branching": "2,2", "drafts": "drawn"},
+    ],
     "early_exit": [
         {},
         {"exit_layer": "2"},
@@ -49,6 +60,9 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
     "medusa": [{}, {"tree": "1,1,1,1"}, {"tree": "1,3,2"}],
 }
 """The settings to test a method in; a method that is not listed here is tested as it comes."""
+
+_WEIGHTS = {"eagle": eagle_heads.weights_for}
+"""Of a method with trained weights, what makes them for a target, by the names used above."""
 
 
 class Setting(NamedTuple):
@@ -86,7 +100,9 @@ def looping_target(**settings: Any) -> Target:
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
     cls, knobs = registry.load_method(setting.method), dict(setting.knobs)
-    if cls.Recipe is not None and "weights" in cls.Config.__dataclass_fields__:
+    if "weights" in knobs:
+        knobs["weights"] = _WEIGHTS[setting.method](target, knobs["weights"])
+    elif cls.Recipe is not None and cls.weights_knob == "weights":
         knobs["weights"] = str(save_tiny_drafter(target, cls.Recipe))
     return cls(target, registry.make_config(setting.method, cls, knobs))
 

@@ -1,0 +1,241 @@
+"""Growing a token tree of point masses level by level, from each node's likeliest children: by
+confidence (EAGLE-2's dynamic tree), or by rank (a static tree).
+
+A drafter runs the nodes that are to have children, and ranks the children of each; a `Growth` says
+which nodes are to run next, and which are drafted in the end. All of it is host bookkeeping.
+Shapes: B rows, M nodes of a level, K children of each, D tokens that may be drafted.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, takewhile
+from typing import NamedTuple
+
+import torch
+
+from specbench.method import Budget, Proposal, Row
+from specbench.tree import Tree
+
+Ranks = tuple[int, ...]
+"""A path from the root: the rank of each node among its siblings, 0 for the likeliest."""
+
+
+_BLOCK = 64
+
+
+class Likeliest(NamedTuple):
+    """The largest values [B, M, K] in descending order, and their indices."""
+
+    values: torch.Tensor
+    indices: torch.Tensor
+
+
+def likeliest(scores_BMD: torch.Tensor, num_children: int) -> Likeliest:
+    """The K largest scores of each node; of equal ones, any.
+
+    torch's `topk` on a CPU is slow over many. They lie in the K blocks with the largest maxima,
+    and what is largest in each block is found at the speed of memory.
+    """
+    num_tokens = scores_BMD.shape[-1]
+    if scores_BMD.is_cuda or num_tokens % _BLOCK or num_tokens < 4 * num_children * _BLOCK:
+        return Likeliest(*scores_BMD.topk(num_children))
+    blocks = scores_BMD.view(*scores_BMD.shape[:2], -1, _BLOCK)
+    at_BMK = blocks.amax(-1).topk(num_children).indices
+    found = blocks.gather(-2, at_BMK[..., None].expand(-1, -1, -1, _BLOCK)).flatten(-2)
+    values, index_BMK = found.topk(num_children)
+    block_BMK = at_BMK.gather(-1, index_BMK // _BLOCK)
+    return Likeliest(values, block_BMK * _BLOCK + index_BMK % _BLOCK)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A node of a growing tree.
+
+    Args:
+        token: its token.
+        parent: its parent; None for the root.
+        score: log-probability of the path to it, where the growth asks for that.
+        ranks: its path, where the growth goes by ranks.
+        place: its place in the order in which the drafter runs nodes; the root's is 0.
+    """
+
+    token: int
+    parent: "Node | None"
+    score: float = 0.0
+    ranks: Ranks = ()
+    place: int = 0
+
+
+class Growth(ABC):
+    """One row's tree while it grows."""
+
+    def __init__(self, num_children: int) -> None:
+        self.num_children = num_children
+        """K, how many of each node's children it wants to know."""
+        root = Node(-1, None)
+        self.ran = [-1]
+        """By place, the place of the parent: the tree of the nodes that ran or are to run."""
+        self.level = [root]
+        """The nodes that run next, or just ran; none once no more are to have children."""
+        self.parents_in_level = [0]
+        """For each of them, its parent's index in the level before."""
+
+    @abstractmethod
+    def grow(
+        self, tokens_MK: Sequence[Sequence[int]], scores_MK: Sequence[Sequence[float]]
+    ) -> None:
+        """Takes in the likeliest children of the level's nodes, the best first, with their
+        log-probabilities if it goes by them, and sets the next level."""
+
+    @abstractmethod
+    def drafted(self) -> Iterable[Node]:
+        """The nodes to draft; parents come before their children."""
+
+    @property
+    def tree(self) -> Tree:
+        """The tree of the nodes that ran or are to run."""
+        return Tree.of(tuple(self.ran))
+
+    @property
+    def start(self) -> int:
+        """Place of the level's first node; the number of nodes if there is none."""
+        return self.level[0].place if self.level else len(self.ran)
+
+    def _run(self, nodes: list[Node]) -> None:
+        start, self.parents_in_level = self.start, []
+        for node in nodes:
+            assert node.parent is not None
+            node.place = len(self.ran)
+            self.ran.append(node.parent.place)
+            self.parents_in_level.append(node.parent.place - start)
+        self.level = nodes
+
+
+class ByConfidence(Growth):
+    """EAGLE-2's tree (Li et al. 2024, section 4): the best nodes by the probability of their paths,
+    to which the best of each level have given children.
+
+    Equal scores keep the order in which the nodes were found, so that a parent always comes before
+    its children.
+
+    Args:
+        budget: how deep, and how many nodes.
+        top_k: the most nodes of a level to have children.
+    """
+
+    def __init__(self, budget: Budget, top_k: int) -> None:
+        super().__init__(top_k)
+        self.budget, self.top_k, self.depth = budget, top_k, 0
+        self.best: list[Node] = []
+        if not budget.depth:
+            self.level = []
+
+    def grow(
+        self, tokens_MK: Sequence[Sequence[int]], scores_MK: Sequence[Sequence[float]]
+    ) -> None:
+        """Adds the children to the best nodes found so far, and lets those of them have children
+        that can be the parents of one of the best."""
+        if not self.level:
+            return
+        found = [
+            # Rounding may give a sure child more than its parent, and broken weights no number.
+            Node(token, parent, parent.score + (logp if logp < 0 else 0.0))
+            for parent, tokens, logps in zip(self.level, tokens_MK, scores_MK, strict=False)
+            for token, logp in zip(tokens, logps, strict=True)
+        ]
+        # What is not among the best now never will be.
+        self.best = sorted(self.best + found, key=lambda node: -node.score)[: self.budget.nodes]
+        self.depth += 1
+        new = set(found) if self.depth < self.budget.depth else set()
+        # A child of the last of the best would come behind it.
+        fertile = self.best[: self.budget.nodes - 1]
+        self._run([node for node in fertile if node in new][: self.top_k])
+
+    def drafted(self) -> list[Node]:
+        """The best nodes, by score."""
+        return self.best
+
+
+class ByRank(Growth):
+    """A static tree: which ranks are drafted below a path never changes.
+
+    Args:
+        children: by path, the ranks that its children have.
+    """
+
+    def __init__(self, children: Mapping[Ranks, Sequence[int]]) -> None:
+        super().__init__(1 + max((max(ranks) for ranks in children.values()), default=0))
+        self.children = children
+        self.nodes: list[Node] = []
+        if () not in children:
+            self.level = []
+
+    def grow(
+        self, tokens_MK: Sequence[Sequence[int]], scores_MK: Sequence[Sequence[float]]
+    ) -> None:
+        """Adds the children that the tree has at these places."""
+        found = [
+            Node(tokens[rank], parent, ranks=(*parent.ranks, rank))
+            for parent, tokens in zip(self.level, tokens_MK, strict=False)
+            for rank in self.children[parent.ranks]
+        ]
+        self.nodes += found
+        self._run([node for node in found if node.ranks in self.children])
+
+    def drafted(self) -> list[Node]:
+        """All nodes, level by level."""
+        return self.nodes
+
+
+def drafted(rows: Sequence[Row], growths: Sequence[Growth]) -> Proposal:
+    """What was grown, as a proposal of point masses."""
+    trees, tokens = [], []
+    for growth in growths:
+        index: dict[Node, int] = {}
+        parents = [-1]
+        for number, node in enumerate(growth.drafted(), start=1):
+            index[node] = number
+            assert node.parent is not None
+            parents.append(0 if node.parent.parent is None else index[node.parent])
+        trees.append(Tree.of(tuple(parents)))
+        tokens.append([node.token for node in index])
+    return Proposal.from_rows(rows, trees, tokens)
+
+
+def rank_tree(
+    paths: Iterable[Ranks], budget: Budget, num_ranks: int
+) -> dict[Ranks, tuple[int, ...]]:
+    """The static tree of the first paths that fit, a node each, as `ByRank` wants it.
+
+    Args:
+        paths: the best first; one whose parent was not taken is left out.
+        budget: how deep, and how many nodes.
+        num_ranks: how many children a node can have.
+    """
+    children: dict[Ranks, tuple[int, ...]] = {}
+    taken: set[Ranks] = {()}
+    for path in paths:
+        if len(taken) > budget.nodes:
+            break
+        if len(path) > budget.depth or path[:-1] not in taken or path in taken:
+            continue
+        if path[-1] < num_ranks:
+            taken.add(path)
+            children[path[:-1]] = (*children.get(path[:-1], ()), path[-1])
+    return children
+
+
+def branching_paths(branching: Sequence[int], budget: Budget) -> Iterator[Ranks]:
+    """The paths of a tree with so many children for a node at each level, and 1 beyond, level by
+    level, as far as a budget goes."""
+
+    def levels() -> Iterator[list[Ranks]]:
+        level: list[Ranks] = [()]
+        for depth in count():
+            width = branching[depth] if depth < len(branching) else 1
+            level = [(*path, rank) for path in level for rank in range(width)][: budget.nodes]
+            yield level
+
+    within = takewhile(lambda level: len(level[0]) <= budget.depth, levels())
+    return chain.from_iterable(within)
