@@ -113,7 +113,7 @@ def test_training_lowers_the_loss_and_what_is_written_is_what_was_trained() -> N
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     assert torch.equal(recipe.module.lm_head.weight, frozen)
 

@@ -386,13 +386,16 @@ def held_out_tau(
     num_prompts: int = _EVALUATED_PROMPTS,
     num_tokens: int = _EVALUATED_TOKENS,
 ) -> dict[str, float]:
-    """Committed tokens per step by kind of workload, on a few prompts of each, greedily."""
+    """Committed tokens per step by kind of workload, greedily, on a few prompts of each that fit
+    into the target's context."""
     assert target.tokenizer is not None
     steps: dict[str, list[tuple[int, int]]] = {}
     for card in list_workloads():
         workload = load_workload(card.name, num_prompts)
         for prompt in workload.prompts:
             ids = build_prompt(target.tokenizer, prompt.turns[:1], (), workload.instruction)
+            if len(ids) + num_tokens > target.max_context:
+                continue
             controller = Fixed(method.config.depth, method.config.max_nodes)
             request = Request(id=prompt.id, prompt=ids, max_new_tokens=num_tokens)
             (row,) = Decoder(target, method, controller, Sampling()).run([request])

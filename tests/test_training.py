@@ -1,0 +1,295 @@
+"""The trainer: prompts, corpus, hidden states, updates; cut and gone on with."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbench import registry
+from specbench.cli import main
+from specbench.sampling import Sampling
+from specbench.target import FINAL, Target, load_target
+from specbench.training import corpus as corpora
+from specbench.training import trainer as trainers
+from specbench.training.corpus import Answered, Corpus, Writer, write
+from specbench.training.features import Features
+from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usable
+from specbench.training.recipe import draft_vocabulary
+from specbench.training.trainer import Trainer, open_run, schedule
+from specbench.workloads import load_workload
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> Evaluated:
+    return Evaluated()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target") / "tiny", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(str(folder), dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+
+
+def test_every_prompt_of_every_workload_is_kept_out(evaluated: Evaluated) -> None:
+    for name in ("humaneval", "creative", "math", "chat"):
+        for prompt in load_workload(name, 5).prompts:
+            text = prompt.turns[0]
+            assert evaluated.overlap(text)
+            assert evaluated.overlap(f"Please, {text.upper()} Thank you.")
+    assert not evaluated.overlap("Write a haiku about the colour of a lighthouse at noon, please.")
+
+
+def test_a_source_loses_its_overlapping_prompts_and_a_workload_is_refused(
+    evaluated: Evaluated, tmp_path: Path
+) -> None:
+    known = load_workload("creative", 1).prompts[0].turns[0]
+    own = ["Name three rivers of the north and say where they end.", "What is a hinge?"]
+    source = tmp_path / "own.jsonl"
+    source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*own, known]))
+    assert source_prompts(str(source), evaluated) == (own, 1)
+    source.write_text(json.dumps({"prompt": known}) + "\n")
+    with pytest.raises(ValueError, match="all 1 prompts of .* overlap the workloads"):
+        source_prompts(str(source), evaluated)
+    with pytest.raises(ValueError, match="'humaneval' is a workload"):
+        source_prompts("humaneval", evaluated)
+
+
+def test_invented_prompts_are_used_once_and_not_if_they_are_a_workloads(
+    evaluated: Evaluated,
+) -> None:
+    known = load_workload("math", 1).prompts[0].turns[0]
+    texts = {3: "Explain what a hinge is for.", 4: "Hm.", 5: known, 6: "Tell me of a pond."}
+    assert usable(texts | {9: texts[3]}, evaluated) == [3, 6]
+
+
+def test_the_users_turn_is_found_in_a_chat_template(target: Target) -> None:
+    assert target.tokenizer is not None
+    turn = UserTurn.of(target.tokenizer)
+    text = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "xyz"}], add_generation_prompt=True, tokenize=False
+    )
+    before, _, after = str(text).partition("xyz")
+    assert target.tokenizer.decode(list(turn.before)) == before
+    assert turn.end and after.lstrip().startswith(turn.end)
+
+
+def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
+    target: Target, evaluated: Evaluated, tmp_path: Path
+) -> None:
+    assert target.tokenizer is not None
+    prompts = [f"Say {number} things about ponds." for number in range(70)]
+
+    def grow(folder: Path, num_tokens: int) -> Corpus:
+        corpus = Corpus(folder)
+        write(
+            corpus,
+            Writer(target, 8),
+            prompts,
+            evaluated,
+            num_tokens=num_tokens,
+            num_new_tokens=6,
+            seed=1,
+            say=lambda text: None,
+        )
+        return corpus
+
+    small = grow(tmp_path / "a", 10)
+    assert [one.number for one in small.sequences] == list(range(64))
+    with small.path.open("a") as file:
+        file.write('{"number": 64, "prom')
+    whole, again = grow(tmp_path / "b", 10**6), grow(tmp_path / "a", 10**6)
+    assert len(whole) == 70 and again.sequences == whole.sequences
+    assert Corpus(tmp_path / "a").sequences == whole.sequences
+    writer = Writer(target, 1)
+    for one in whole.sequences[:6]:
+        sampling = Sampling() if one.temperature == 0 else corpora.DRAWN
+        request = corpora.Request(
+            id="x",
+            prompt=tuple(one.prompt),
+            max_new_tokens=6,
+            key=corpora.request_key(1, f"answer-{one.number}"),
+        )
+        assert writer.answers([request], sampling)[0].output == one.answer
+    assert {one.temperature for one in whole.sequences} == {0, corpora.DRAWN.temperature}
+    held_out, trained = whole.indices(True), whole.indices(False)
+    assert sorted(held_out + trained) == list(range(70)) and len(held_out) == 3
+    counts = whole.token_counts(target.vocab_size)
+    assert counts.sum() == sum(len(whole.sequences[i].answer) for i in trained)
+
+
+def test_the_target_invents_prompts(target: Target) -> None:
+    first = Writer(target, 4).invent(0, range(12))
+    assert Writer(target, 3).invent(0, range(6)) == {n: t for n, t in first.items() if n < 6}
+    assert first
+
+
+def test_hidden_states_are_those_of_the_target_kept_or_not(target: Target, tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path)
+    corpus.add(Answered(n, [5 + n, 6, 7][: 1 + n % 3], [8, 9, 10 + n], 0.0) for n in range(5))
+    taps = (0, 2, FINAL)
+    kept = Features(target, corpus, taps, tmp_path / "h", 10**9)
+    fresh = Features(target, corpus, taps, tmp_path / "none", 0)
+    assert kept.kept and not fresh.kept and not (tmp_path / "none").exists()
+    for features in (kept, kept, fresh, Features(target, corpus, taps, tmp_path / "h", 10**9)):
+        batch = features.batch([4, 1])
+        assert batch.tokens_BT.tolist() == [[9, 6, 8, 9, 14], [6, 6, 8, 9, 11]]
+        assert batch.written_BT.tolist() == [[False, False, True, True, True]] * 2
+        for row, index in enumerate([4, 1]):
+            cache = target.new_cache(1)
+            states = target.prefill(corpus.sequences[index].tokens, cache, cache.add_row(), taps)
+            for tap in taps:
+                found = batch.hidden[tap][row]
+                assert torch.equal(found, states[tap][0].bfloat16()) and not found.is_inference()
+    ragged = fresh.batch([0, 2])
+    assert ragged.tokens_BT.tolist() == [[5, 8, 9, 10, 0, 0], [7, 6, 7, 8, 9, 12]]
+    assert not ragged.hidden[0][0, 4:].any() and not ragged.written_BT[0, 4:].any()
+
+
+def test_a_draft_vocabulary_is_what_was_written_filled_up_with_low_ids() -> None:
+    counts = torch.tensor([0, 0, 5, 0, 9, 1, 0, 9])
+    assert draft_vocabulary(counts, 2).tolist() == [4, 7]
+    assert draft_vocabulary(counts, 5).tolist() == [0, 2, 4, 5, 7]
+    assert draft_vocabulary(counts, 99).tolist() == list(range(8))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [schedule(i / 200) for i in range(201)]
+    peak = rates.index(max(rates))
+    assert 0 < peak < 20 and rates[peak] == pytest.approx(1, abs=0.01)
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True) and rates[-1] == pytest.approx(0.05)
+
+
+SETTINGS: dict[str, Any] = {
+    "tokens": 300,
+    "minutes": 0.05,
+    "max_new_tokens": 6,
+    "batch_size": 8,
+    "batch_tokens": 40,
+    "evaluate_minutes": 100.0,
+    "dtype": "float32",
+    "vocab": 60,
+}
+
+
+def settings(folder: Path, tmp_path: Path, **others: Any) -> dict[str, Any]:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(
+        "".join(json.dumps({"prompt": f"Say {n} things of ponds."}) + "\n" for n in range(90))
+    )
+    given = {"method": "medusa", "target": str(folder), "prompts": str(source)}
+    return given | SETTINGS | others
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in registry.sources() if registry.load_method(name).Recipe]
+)
+def test_every_learned_method_is_trained_and_drafts_with_what_was_trained(
+    method: str, folder: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    out = tmp_path / "out"
+    open_run(settings(folder, tmp_path, method=method), out, False, said.append).run()
+    card = json.loads((out / trainers.CARD).read_text())
+    assert card["training"]["updates"] > 0 and card["corpus"]["answer_tokens"] >= 300
+    assert set(card["held_out_tau"]) >= {"code", "creative"}
+    assert all(tau >= 1 for tau in card["held_out_tau"].values())
+    assert list(card["sha256"])
+    target = load_target(str(folder), dtype="float32")
+    cls = registry.load_method(method)
+    config = registry.make_config(method, cls, {cls.weights_knob: str(out)})
+    assert trainers.held_out_tau(target, cls(target, config)) == card["held_out_tau"]
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] > 0 and log[-1]["tokens_per_s"] > 0
+
+
+def test_a_run_that_is_cut_goes_on_with_the_same_updates(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """Every update takes the same time."""
+
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            Clock.now += 0.05
+            return Clock.now
+
+    monkeypatch.setattr(trainers, "time", Clock())
+
+    def weights(out: Path) -> dict[str, torch.Tensor]:
+        found: dict[str, Any] = torch.load(out / "state.pt", weights_only=True)
+        return found["module"]  # type: ignore[no-any-return]
+
+    given = settings(folder, tmp_path)
+    open_run(given, tmp_path / "whole", False, lambda text: None).run()
+
+    class Cut(Exception):
+        pass
+
+    show = Trainer._save_state
+
+    def save_and_cut(self: Trainer, *args: Any) -> None:
+        show(self, *args)
+        if self.progress.updates == 20:
+            raise Cut
+
+    monkeypatch.setattr(trainers, "_SAVE_EVERY_S", 1.0)
+    monkeypatch.setattr(Trainer, "_save_state", save_and_cut)
+    with pytest.raises(Cut):
+        open_run(given, tmp_path / "cut", False, lambda text: None).run()
+    monkeypatch.setattr(Trainer, "_save_state", show)
+    said: list[str] = []
+    open_run(given, tmp_path / "cut", True, said.append).run()
+    assert any("going on after" in text for text in said)
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[k], cut[k]) for k in whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ngram"], "method 'ngram' has nothing to train; valid: .*medusa"),
+        (["nothing"], "unknown method 'nothing'"),
+        (["medusa", "--tokens", "0"], "--tokens 0 is out of range; valid: 1 or more"),
+        (["medusa", "--minutes", "0"], "--minutes 0.0 is out of range; valid: above 0"),
+        (["medusa", "--prompts", "humaneval"], "'humaneval' is a workload"),
+        (["medusa", "--resume"], "no training run in"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = ["--target", str(folder), "--out", str(tmp_path / "out")]
+    assert main(["train", *words, *out]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, error)
+
+
+def test_a_folder_that_is_not_empty_is_not_written_over(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    words = ["train", "medusa", "--target", str(folder), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["thesis.txt"]
