@@ -3,6 +3,8 @@ output."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,10 +14,12 @@ from transformers import PreTrainedModel
 from specbench import registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
+from specbench.learned.exit_adapter import ExitDrafter
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row
 from specbench.records import RequestRecord
 from specbench.sampling import Sampling, position_key, request_key, uniform
 from specbench.target import KVCache, Target
+from specbench.training.recipe import Options
 from specbench.tree import Tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -35,6 +39,8 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"model": "layers", "layers": "3", "branching": "2,2"},
         {"model": "layers", "layers": "4"},
         {"model": "layers", "layers": "4", "branching": "2,2"},
+        {"model": "MADE"},
+        {"model": "MADE", "branching": "2,2"},
     ],
     "early_exit": [
         {},
@@ -42,9 +48,26 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"skip": "1"},
         {"exit_layer": "2", "branching": "2,2"},
         {"skip": "0,2", "branching": "2,2"},
+        {"weights": "MADE"},
+        {"weights": "MADE", "branching": "2,2"},
+        {"weights": "MADE", "branching": "2", "threshold": "0.3"},
     ],
 }
-"""The settings to test a method in; a method that is not listed here is tested as it comes."""
+"""The settings to test a method in; a method that is not listed here is tested as it comes. MADE
+stands for weights that the method's recipe makes for the target, not trained."""
+
+_made = TemporaryDirectory()
+
+
+def make_weights(target: Target, method: str, **options: int) -> Path:
+    """A checkpoint of what a method's recipe begins with; it can draft all tokens but a few."""
+    recipe = registry.load_method(method).Recipe
+    assert recipe is not None
+    folder = Path(mkdtemp(dir=_made.name))
+    counts = torch.arange(target.vocab_size)
+    settings: dict[str, Any] = {"vocab": target.vocab_size - 9, "token_counts": counts}
+    recipe(target, Options(**(settings | options))).write(folder)
+    return folder
 
 
 class Setting(NamedTuple):
@@ -82,7 +105,11 @@ def looping_target(**settings: Any) -> Target:
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
     cls = registry.load_method(setting.method)
-    return cls(target, registry.make_config(setting.method, cls, dict(setting.knobs)))
+    knobs = {
+        knob: str(make_weights(target, setting.method)) if value == "MADE" else value
+        for knob, value in setting.knobs
+    }
+    return cls(target, registry.make_config(setting.method, cls, knobs))
 
 
 def make_request(
@@ -172,7 +199,7 @@ class Auditor:
     hold; `check` compares it with what a fresh forward over the committed tokens writes."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[Target, Row], list[torch.Tensor]] = {}
+        self.held: dict[tuple[Target | ExitDrafter, Row], list[torch.Tensor]] = {}
 
     def take_down(self, decoder: Decoder) -> None:
         """Called after a step."""
@@ -181,8 +208,10 @@ class Auditor:
         method: Any = decoder.method
         if hasattr(method, "drafter"):
             self._take_down(method.drafter, method.cache, decoder.rows)
+        if getattr(method, "exit", None):
+            self._take_down(method.exit, method.exit.cache, decoder.rows)
 
-    def _take_down(self, model: Target, cache: KVCache, rows: Sequence[Row]) -> None:
+    def _take_down(self, model: Target | ExitDrafter, cache: KVCache, rows: Sequence[Row]) -> None:
         assert len(cache.lengths) == len(rows)
         for row, length, held in zip(rows, cache.lengths, _stores(cache), strict=False):
             assert length < len(row.tokens)
@@ -192,13 +221,26 @@ class Auditor:
     def check(self) -> None:
         """Raises AssertionError where the two differ."""
         for (model, row), all_held in self.held.items():
-            fresh = model.new_cache(1)
-            model.prefill(row.tokens[: all_held[-1].shape[1]], fresh, fresh.add_row())
+            fresh = _fresh_cache(model, row.tokens[: all_held[-1].shape[1]])
             # An 8-bit value may round to its neighbour when its input differs in the last bit.
-            tolerance = 0.1 if "int8" in model.name else 1e-5
+            tolerance = 0.1 if isinstance(model, Target) and "int8" in model.name else 1e-5
             for held in all_held:
                 expected = _stores(fresh)[0, :, : held.shape[1]]
                 torch.testing.assert_close(held, expected, rtol=0, atol=tolerance)
+
+
+def _fresh_cache(model: Target | ExitDrafter, tokens: Sequence[int]) -> KVCache:
+    """The cache of a model after a prefill of these tokens."""
+    if isinstance(model, Target):
+        cache = model.new_cache(1)
+        model.prefill(tokens, cache, cache.add_row())
+        return cache
+    target, tap = model.target, model.adapter.exit_layer - 1
+    cache = target.new_cache(1)
+    hidden = target.prefill(tokens, cache, cache.add_row(), taps=[tap])[tap]
+    fresh = ExitDrafter(target, model.adapter)
+    fresh.start(hidden)
+    return fresh.cache
 
 
 def _stores(cache: KVCache) -> torch.Tensor:

@@ -8,6 +8,13 @@ from specbench.learned.checkpoint import CONFIG
 from specbench.target import DEFAULT_TARGET, Target
 
 
+def shipped_weights(method: str, target: Target) -> str:
+    """The folder of the weights that come with the project for a method and target; empty if there
+    are none."""
+    folder = Path(specbench_methods.__path__[0]) / "weights" / method
+    return str(folder) if target.name == DEFAULT_TARGET and (folder / CONFIG).is_file() else ""
+
+
 def weights_for(method: str, weights: str, target: Target) -> str:
     """A folder or Hub name.
 
@@ -21,9 +28,8 @@ def weights_for(method: str, weights: str, target: Target) -> str:
     """
     if weights:
         return weights
-    folder = Path(specbench_methods.__path__[0]) / "weights" / method
-    if target.name == DEFAULT_TARGET and (folder / CONFIG).is_file():
-        return str(folder)
+    if shipped := shipped_weights(method, target):
+        return shipped
     raise ValueError(
         f"method {method!r} has no weights for target {target.name!r}: train some with "
         f"`specbench train {method} --target {target.name} --out DIR`, or name a checkpoint; then "
