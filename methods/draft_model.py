@@ -171,7 +171,6 @@ class DraftModel(Method):
     def describe(self) -> dict[str, Any]:
         """The settings, and which drafter they come to."""
         return super().describe() | {
-            "model": self.model,
             "num_parameters": self.drafter.num_parameters,
             "fingerprint": self.drafter.fingerprint,
         }

@@ -85,10 +85,10 @@ class EarlyExit(Method):
 
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         super().__init__(target, config)
-        self.weights = _weights(target, config)
         self.exit: ExitDrafter | None = None
-        if self.weights:
-            adapter = load_exit_adapter(self.weights, target, config.exit_layer)
+        self.fingerprint = ""
+        if weights := _weights(target, config):
+            adapter = load_exit_adapter(weights, target, config.exit_layer)
             self.fingerprint = fingerprint(adapter)
             self.exit = ExitDrafter(target, adapter)
             self.skip = frozenset(range(adapter.exit_layer, target.num_layers))
@@ -149,10 +149,10 @@ class EarlyExit(Method):
 
     def describe(self) -> dict[str, Any]:
         """The settings, which layers are passed by, and which weights draft."""
-        found = super().describe() | {"layers_passed_by": sorted(self.skip)}
-        if self.exit:
-            found |= {"weights": self.weights, "fingerprint": self.fingerprint}
-        return found
+        return super().describe() | {
+            "layers_passed_by": sorted(self.skip),
+            "fingerprint": self.fingerprint,
+        }
 
 
 class _ShortStack:

@@ -60,12 +60,12 @@ _made = TemporaryDirectory()
 
 
 def make_weights(target: Target, method: str, **options: int) -> Path:
-    """A checkpoint of what a method's recipe begins with; it can draft all tokens but a few."""
+    """A checkpoint of what a method's recipe begins with; it can draft most tokens."""
     recipe = registry.load_method(method).Recipe
     assert recipe is not None
     folder = Path(mkdtemp(dir=_made.name))
     counts = torch.arange(target.vocab_size)
-    settings: dict[str, Any] = {"vocab": target.vocab_size - 9, "token_counts": counts}
+    settings: dict[str, Any] = {"vocab": target.vocab_size * 9 // 10, "token_counts": counts}
     recipe(target, Options(**(settings | options))).write(folder)
     return folder
 

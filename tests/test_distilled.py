@@ -22,8 +22,11 @@ from specbench_methods import draft_model
 from tests.drafters import (
     ASCII_VOCAB,
     GREEDY,
+    Setting,
     decode,
+    looping_model,
     looping_target,
+    make_method,
     make_request,
     make_weights,
     reference,
@@ -160,9 +163,21 @@ def test_it_is_named_in_the_tables_and_shipped_weights_come_first(
     monkeypatch.setattr(draft_model, "shipped_weights", lambda method, target: folder)
     method = make_draft_model(target())
     assert method.label == "distilled, 2 layers"
-    assert method.describe()["model"] == folder
+    fresh = load_distilled(folder, target()).model
+    assert method.describe()["fingerprint"] == fresh.fingerprint
     assert method.num_extra_bytes < target().num_weight_bytes
     assert make_draft_model(target(), model="copy").label == "int8 copy of the target"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+def test_trained_drafters_run_in_the_targets_half_precision(method: str) -> None:
+    model = looping_model(eos_token_id=None)
+    torch.nn.Module.to(model, torch.bfloat16)
+    half = Target(model, name="half")
+    knob = {"draft_model": "model", "early_exit": "weights"}[method]
+    made = make_method(half, Setting(method, ((knob, "MADE"), ("branching", "2"))))
+    rows = decode(half, made, [make_request((5, 6, 7)), make_request((9,))], max_rows=2)
+    assert any(step.accepted for row in rows for step in row.steps)
 
 
 # Training.
