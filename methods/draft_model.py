@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from specbench.drafting import BranchingConfig, draft_tree
+from specbench.learned.distilled import Distilled, is_distilled, load_distilled
+from specbench.learned.shipped import shipped_weights
 from specbench.method import Batch, Budget, Method, Proposal, Row, Verdict, pad_rows
 from specbench.target import Target, load_target
 from specbench.target.copies import int8_copy, layers_copy
+from specbench.training.distilled import DistilledRecipe
 from specbench.tree import Tree
 
 
@@ -24,14 +27,16 @@ class DraftModelConfig(BranchingConfig):
     """Knobs of the draft model.
 
     Args:
-        model: Hub name, folder or GGUF file of the drafter; ``int8``: a copy of the target with
-            8-bit linear layers; ``layers``: a copy with only some of its layers; ``copy``: the
-            former on a CPU, the latter elsewhere, where there are no 8-bit kernels.
+        model: Hub name, folder or GGUF file of the drafter, or the folder of a distilled one;
+            ``int8``: a copy of the target with 8-bit linear layers; ``layers``: a copy with only
+            some of its layers; ``copy``: the former on a CPU, the latter elsewhere, where there are
+            no 8-bit kernels. Empty for the distilled one that comes with the project for this
+            target, if there is one, else ``copy``.
         layers: how many layers a copy keeps; 0 for a quarter of them.
     """
 
     depth: int = 3
-    model: str = "copy"
+    model: str = ""
     layers: int = 0
 
     def __post_init__(self) -> None:
@@ -44,12 +49,18 @@ class DraftModel(Method):
     """A causal language model drafts for the target."""
 
     Config = DraftModelConfig
+    weights_knob = "model"
+    Recipe = DistilledRecipe
     config: DraftModelConfig
 
     def __init__(self, target: Target, config: DraftModelConfig) -> None:
         super().__init__(target, config)
-        self.model = default_copy(target.device) if config.model == "copy" else config.model
-        self.drafter = _load_drafter(target, self.model, config.layers)
+        self.model = config.model or shipped_weights("draft_model", target.name) or "copy"
+        if self.model == "copy":
+            self.model = default_copy(target.device)
+        self.distilled = is_distilled(self.model)
+        loaded = _load_drafter(target, self.model, config.layers)
+        self.drafter, self.vocabulary = loaded.model, loaded.vocabulary
         check_vocabulary(self.drafter, target)
         self.cache = self.drafter.new_cache(1)
         self.num_run: list[int] = []
@@ -62,6 +73,8 @@ class DraftModel(Method):
             return "int8 copy of the target"
         if self.model == "layers":
             return f"{self.drafter.num_layers} of the target's {self.target.num_layers} layers"
+        if self.distilled:
+            return f"distilled, {self.drafter.num_layers} layers"
         return self.model
 
     @property
@@ -86,8 +99,9 @@ class DraftModel(Method):
         if not any(self.num_run):
             return Proposal.nothing(batch.rows)
         root_logits_B1V = self._catch_up(batch.rows)
+        drawer = self.vocabulary.drawer(self.drawer) if self.vocabulary else self.drawer
         return draft_tree(
-            batch.rows, budgets, self.config.branching, self.drawer, root_logits_B1V, self._expand
+            batch.rows, budgets, self.config.branching, drawer, root_logits_B1V, self._expand
         )
 
     def _within_context(self, row: Row, budget: Budget) -> Budget:
@@ -135,9 +149,11 @@ class DraftModel(Method):
         starts: list[int],
         at: slice | torch.Tensor,
     ) -> torch.Tensor:
-        """The drafter's logits over the target's vocabulary; padding of either vocabulary has no
-        mass."""
+        """The drafter's logits over its reduced vocabulary or, if it has none, the target's;
+        padding of either's vocabulary has no mass."""
         forward = self.drafter.forward(tokens_BN, trees, self.cache, start=starts, logits_at=at)
+        if self.vocabulary:
+            return forward.logits_BMV
         return fit_vocabulary(forward.logits_BMV, self.target)
 
     def update(self, verdict: Verdict) -> None:
@@ -154,8 +170,11 @@ class DraftModel(Method):
         self.cache.keep([])
 
     def describe(self) -> dict[str, Any]:
-        """The settings, and how large the drafter is."""
-        return super().describe() | {"num_parameters": self.drafter.num_parameters}
+        """The settings, and which drafter they come to."""
+        return super().describe() | {
+            "num_parameters": self.drafter.num_parameters,
+            "fingerprint": self.drafter.fingerprint,
+        }
 
 
 def default_copy(device: torch.device) -> str:
@@ -163,14 +182,16 @@ def default_copy(device: torch.device) -> str:
     return "int8" if device.type == "cpu" else "layers"
 
 
-def _load_drafter(target: Target, model: str, num_layers: int) -> Target:
+def _load_drafter(target: Target, model: str, num_layers: int) -> Distilled:
     if model == "int8":
-        return int8_copy(target)
+        return Distilled(int8_copy(target), None)
     if model == "layers":
-        return layers_copy(target, num_layers or max(1, target.num_layers // 4))
+        return Distilled(layers_copy(target, num_layers or max(1, target.num_layers // 4)), None)
     try:
+        if is_distilled(model):
+            return load_distilled(model, target)
         dtype = str(target.dtype).removeprefix("torch.")
-        return load_target(model, dtype=dtype, device=target.device)
+        return Distilled(load_target(model, dtype=dtype, device=target.device), None)
     except ValueError as error:
         raise ValueError(f"draft_model.model={model}: {error}") from error
 

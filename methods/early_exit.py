@@ -1,22 +1,30 @@
 """Self-speculation: the target drafts for itself with some of its layers passed by.
 
-Two ways, one mechanism. An exit at layer e passes by all layers from e on (LayerSkip: Elhoushi et
-al. 2024). Otherwise a set of middle layers is passed by, chosen by a short calibration, with
-nothing trained (Draft & Verify: Zhang et al. 2024; SWIFT: Xia et al. 2025). Drafts write to the
-target's own cache. The layers before the first one that is passed by compute just what the target
-would, so verification resumes behind them.
+Three ways, one mechanism. An exit at layer e passes by all layers from e on (LayerSkip: Elhoushi et
+al. 2024). A trained exit does so too, and an adapter takes their place (Kangaroo: Liu et al. 2024).
+Otherwise a set of middle layers is passed by, chosen by a short calibration, with nothing trained
+(Draft & Verify: Zhang et al. 2024; SWIFT: Xia et al. 2025). Drafts write to the target's own cache.
+The layers before the first one that is passed by compute just what the target would, so
+verification resumes behind them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from specbench.drafting import BranchingConfig, draft_tree
-from specbench.method import Batch, Budget, Method, Proposal, pad_rows
-from specbench.target import Resume, Target
+from specbench.learned.exit_adapter import ExitDrafter, load_exit_adapter
+from specbench.learned.shipped import shipped_weights
+from specbench.method import Batch, Budget, Method, Proposal, Row, Verdict, pad_rows
+from specbench.target import Forward, Resume, Target
+from specbench.target.model import fingerprint
+from specbench.training.exit_adapter import ExitAdapterRecipe
 from specbench.tree import Tree
+
+_UNTRAINED = "none"
 
 # What calibration runs on: no prompt of any workload.
 _CALIBRATION_TEXT = """The committee met on Tuesday to discuss the new bridge. Engineers had found
@@ -36,15 +44,23 @@ class EarlyExitConfig(BranchingConfig):
     """Knobs of self-speculation.
 
     Args:
-        exit_layer: leave the stack after this many layers; 0 passes by middle layers instead.
+        weights: folder or Hub name of a trained exit, ours or Kangaroo's; empty for the one that
+            comes with the project for this target, if there is one and no layers are named here;
+            ``none`` to draft without training.
+        exit_layer: leave the stack after this many layers; 0 for where a trained exit stands, or,
+            without training, passes by middle layers instead.
         skip: the layers to pass by; empty and no ``exit_layer``: choose them by calibration.
         num_skipped: how many layers calibration passes by; 0 lets it choose that too.
+        threshold: draft no further behind a token drawn while the likeliest one had less
+            probability than this (Kangaroo's double early exit).
     """
 
     depth: int = 2
+    weights: str = ""
     exit_layer: int = 0
     skip: tuple[int, ...] = ()
     num_skipped: int = 0
+    threshold: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,58 +68,117 @@ class EarlyExitConfig(BranchingConfig):
             raise ValueError("exit_layer, skip and num_skipped are out of range; valid: 0 or more")
         if self.exit_layer and self.skip:
             raise ValueError("exit_layer and skip exclude each other; valid: one of them")
+        if self.weights not in ("", _UNTRAINED) and (self.skip or self.num_skipped):
+            raise ValueError(
+                "weights and skip or num_skipped exclude each other; valid: one of them"
+            )
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} is out of range; valid: 0..1")
 
 
 class EarlyExit(Method):
     """The target without some of its layers drafts for the whole one."""
 
     Config = EarlyExitConfig
+    Recipe = ExitAdapterRecipe
     config: EarlyExitConfig
 
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         super().__init__(target, config)
-        self.skip = _layers_to_skip(target, config)
+        self.exit: ExitDrafter | None = None
+        self.fingerprint = ""
+        if weights := _weights(target, config):
+            adapter = load_exit_adapter(weights, target, config.exit_layer)
+            self.fingerprint = fingerprint(adapter)
+            self.exit = ExitDrafter(target, adapter)
+            self.skip = frozenset(range(adapter.exit_layer, target.num_layers))
+            self.taps = (adapter.exit_layer - 1,)
+        else:
+            self.skip = _layers_to_skip(target, config)
 
     @property
     def label(self) -> str:
         """Which layers draft."""
-        if self.config.exit_layer:
-            return f"exit after layer {self.config.exit_layer} of {self.target.num_layers}"
+        if self.exit or self.config.exit_layer:
+            label = f"exit after layer {min(self.skip)} of {self.target.num_layers}"
+            return f"trained {label}" if self.exit else label
         return f"{len(self.skip)} of {self.target.num_layers} layers passed by"
+
+    @property
+    def num_extra_bytes(self) -> int:
+        """The trained exit's weights."""
+        return self.exit.num_bytes if self.exit else 0
+
+    def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Shows a trained exit the prompts."""
+        if self.exit:
+            for hidden in taps:
+                self.exit.start(hidden.get(self.taps[0]))
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """A chain or tree from the shortened stack's logits."""
         if not any(budget.depth for budget in budgets):
             return Proposal.nothing(batch.rows)
-        stack = _ShortStack(self.target, batch, self.skip)
+        stack = _ShortStack(self.target, batch, self.skip, self.exit)
         roots_B1 = torch.tensor([[row.tokens[-1]] for row in batch.rows])
         logits_B1V = stack.expand(roots_B1, [Tree.chain(0)] * len(roots_B1), [0] * len(roots_B1))
         proposal = draft_tree(
-            batch.rows, budgets, self.config.branching, self.drawer, logits_B1V, stack.expand
+            batch.rows,
+            budgets,
+            self.config.branching,
+            self.exit.drawer(self.drawer) if self.exit else self.drawer,
+            logits_B1V,
+            stack.expand,
+            self.config.threshold,
         )
         return stack.resumable(proposal)
 
+    def update(self, verdict: Verdict) -> None:
+        """Shows a trained exit what was accepted."""
+        if self.exit:
+            self.exit.commit(verdict.paths, verdict.taps[self.taps[0]])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps what a trained exit knows of the rows."""
+        if self.exit:
+            self.exit.keep(rows)
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self.keep([])
+
     def describe(self) -> dict[str, Any]:
-        """The settings, and which layers are passed by."""
-        return super().describe() | {"layers_passed_by": sorted(self.skip)}
+        """The settings, which layers are passed by, and which weights draft."""
+        return super().describe() | {
+            "layers_passed_by": sorted(self.skip),
+            "fingerprint": self.fingerprint,
+        }
 
 
 class _ShortStack:
-    """The target without some layers, on a batch's own cache, for one step.
+    """The target without some layers, on a batch's own cache, for one step; a trained exit reads
+    what it says, where there is one.
 
     It collects each node's hidden state in front of the first layer that is passed by.
     """
 
-    def __init__(self, target: Target, batch: Batch, skip: frozenset[int]) -> None:
-        self.target, self.batch, self.skip = target, batch, skip
+    def __init__(
+        self, target: Target, batch: Batch, skip: frozenset[int], trained: ExitDrafter | None
+    ) -> None:
+        self.target, self.batch, self.skip, self.trained = target, batch, skip, trained
         self.first_skipped = min(skip)
         self.hidden: list[list[torch.Tensor]] = [[] for _ in batch.rows]
+        """By row, [n, h] of the nodes of each call."""
 
     def expand(
         self, tokens_BM: torch.Tensor, trees: Sequence[Tree], starts: Sequence[int]
     ) -> torch.Tensor:
-        """Logits [B, M, V] of the trees' nodes from ``starts`` on."""
-        return self._run(tokens_BM, trees, starts, self.skip, slice(None))
+        """Logits [B, M, V] of the trees' nodes from ``starts`` on; of a trained exit, over its own
+        vocabulary."""
+        if self.trained is None:
+            return self._run(tokens_BM, trees, starts, self.skip, slice(None)).logits_BMV
+        forward = self._run(tokens_BM, trees, starts, self.skip, slice(0))
+        return self.trained.logits(forward.taps[self.first_skipped - 1], trees, starts)
 
     def _run(
         self,
@@ -112,7 +187,7 @@ class _ShortStack:
         starts: Sequence[int],
         skip: frozenset[int],
         logits_at: slice,
-    ) -> torch.Tensor:
+    ) -> Forward:
         taps = (self.first_skipped - 1,) if self.first_skipped else ()
         forward = self.target.forward(
             tokens_BM,
@@ -125,8 +200,8 @@ class _ShortStack:
         )
         for tapped_BMh in forward.taps.values():
             for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
-                self.hidden[row].extend(tapped_BMh[row, : len(tree) - start])
-        return forward.logits_BMV
+                self.hidden[row].append(tapped_BMh[row, : len(tree) - start])
+        return forward
 
     def resumable(self, proposal: Proposal) -> Proposal:
         """The proposal with the hidden states to resume from.
@@ -135,7 +210,7 @@ class _ShortStack:
         """
         if not self.first_skipped:
             return proposal
-        starts = [len(hidden) for hidden in self.hidden]
+        starts = [sum(map(len, parts)) for parts in self.hidden]
         tokens = [
             row[start : len(tree)]
             for row, tree, start in zip(
@@ -145,11 +220,17 @@ class _ShortStack:
         if any(tokens):
             rest = frozenset(range(self.first_skipped, self.target.num_layers))
             self._run(pad_rows(tokens), proposal.trees, starts, rest, slice(0))
-        num_nodes = proposal.tokens_BN.shape[1]
-        hidden_BNh = torch.stack(
-            [torch.stack((row + row[:1] * num_nodes)[:num_nodes]) for row in self.hidden]
-        )
+        hidden_BNh = pad_sequence([torch.cat(parts) for parts in self.hidden], batch_first=True)
         return replace(proposal, resume=Resume(self.first_skipped, hidden_BNh))
+
+
+def _weights(target: Target, config: EarlyExitConfig) -> str:
+    """The trained exit that drafts; empty for none."""
+    if config.weights == _UNTRAINED:
+        return ""
+    if config.weights or config.exit_layer or config.skip or config.num_skipped:
+        return config.weights
+    return shipped_weights("early_exit", target.name)
 
 
 def _layers_to_skip(target: Target, config: EarlyExitConfig) -> frozenset[int]:

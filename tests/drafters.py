@@ -4,7 +4,7 @@ output."""
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specbench import registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
+from specbench.learned.exit_adapter import ExitDrafter
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row, pad_rows
 from specbench.records import RequestRecord
 from specbench.sampling import Sampling, position_key, request_key, uniform
@@ -31,6 +32,9 @@ BUDGET = Budget(depth=4, nodes=12)
 
 GREEDY = Sampling()
 
+MADE = "MADE"
+"""Stands for weights that the method's recipe makes for the target, trained for a moment."""
+
 _KNOBS: dict[str, list[dict[str, str]]] = {
     "ngram": [{}, {"branches": "3"}],
     "draft_model": [
@@ -39,10 +43,12 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"model": "layers", "layers": "3", "branching": "2,2"},
         {"model": "layers", "layers": "4"},
         {"model": "layers", "layers": "4", "branching": "2,2"},
+        {"model": MADE},
+        {"model": MADE, "branching": "2,2"},
     ],
     "eagle": [
-        {},
-        {"tree": "chain"},
+        {"weights": MADE},
+        {"weights": MADE, "tree": "chain"},
         {"weights": "good3"},
         {"weights": "good3-reduced", "top_k": "3"},
         {"weights": "good1", "tree": "static"},
@@ -56,10 +62,31 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
         {"skip": "1"},
         {"exit_layer": "2", "branching": "2,2"},
         {"skip": "0,2", "branching": "2,2"},
+        {"weights": MADE},
+        {"weights": MADE, "branching": "2,2"},
+        {"weights": MADE, "branching": "2", "threshold": "0.3"},
     ],
-    "medusa": [{}, {"tree": "1,1,1,1"}, {"tree": "1,3,2"}],
+    "medusa": [
+        {"weights": MADE},
+        {"weights": MADE, "tree": "1,1,1,1"},
+        {"weights": MADE, "tree": "1,3,2"},
+    ],
 }
 """The settings to test a method in; a method that is not listed here is tested as it comes."""
+
+_made = TemporaryDirectory()
+
+
+def make_weights(target: Target, method: str, **options: int) -> Path:
+    """A checkpoint of what a method's recipe begins with; it can draft most tokens."""
+    recipe = registry.load_method(method).Recipe
+    assert recipe is not None
+    folder = Path(mkdtemp(dir=_made.name))
+    counts = torch.arange(target.vocab_size)
+    settings: dict[str, Any] = {"vocab": target.vocab_size * 9 // 10, "token_counts": counts}
+    recipe(target, Options(**(settings | options))).write(folder)
+    return folder
+
 
 _WEIGHTS = {"eagle": eagle_heads.weights_for}
 """Of a method with trained weights, what makes them for a target, by the names used above."""
@@ -100,10 +127,11 @@ def looping_target(**settings: Any) -> Target:
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
     cls, knobs = registry.load_method(setting.method), dict(setting.knobs)
-    if "weights" in knobs:
-        knobs["weights"] = _WEIGHTS[setting.method](target, knobs["weights"])
-    elif cls.Recipe is not None and cls.weights_knob == "weights":
-        knobs["weights"] = str(save_tiny_drafter(target, cls.Recipe))
+    named = knobs.get(cls.weights_knob, "")
+    if named == MADE and cls.Recipe is not None:
+        knobs[cls.weights_knob] = str(save_tiny_drafter(target, cls.Recipe))
+    elif named and setting.method in _WEIGHTS:
+        knobs[cls.weights_knob] = _WEIGHTS[setting.method](target, named)
     return cls(target, registry.make_config(setting.method, cls, knobs))
 
 
@@ -121,7 +149,7 @@ def save_tiny_drafter(target: Target, recipe: type[Recipe]) -> Path:
         optimiser.zero_grad()
         trained.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    folder = Path(_FOLDERS.name, str(len(list(Path(_FOLDERS.name).iterdir()))))
+    folder = Path(mkdtemp(dir=_made.name))
     trained.write(folder)
     return folder
 
@@ -145,9 +173,6 @@ def own_outputs(target: Target, taps: tuple[int, ...] = ()) -> Sequences:
     return Sequences(
         tokens_BT, pad_rows(written).bool(), {tap: states.clone() for tap, states in hidden.items()}
     )
-
-
-_FOLDERS = TemporaryDirectory()
 
 
 def make_request(
@@ -237,7 +262,7 @@ class Auditor:
     hold; `check` compares it with what a fresh forward over the committed tokens writes."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[Target, Row], list[torch.Tensor]] = {}
+        self.held: dict[tuple[Target | ExitDrafter, Row], list[torch.Tensor]] = {}
 
     def take_down(self, decoder: Decoder) -> None:
         """Called after a step."""
@@ -246,8 +271,10 @@ class Auditor:
         method: Any = decoder.method
         if hasattr(method, "drafter"):
             self._take_down(method.drafter, method.cache, decoder.rows)
+        if getattr(method, "exit", None):
+            self._take_down(method.exit, method.exit.cache, decoder.rows)
 
-    def _take_down(self, model: Target, cache: KVCache, rows: Sequence[Row]) -> None:
+    def _take_down(self, model: Target | ExitDrafter, cache: KVCache, rows: Sequence[Row]) -> None:
         assert len(cache.lengths) == len(rows)
         for row, length, held in zip(rows, cache.lengths, _stores(cache), strict=False):
             assert length < len(row.tokens)
@@ -257,13 +284,26 @@ class Auditor:
     def check(self) -> None:
         """Raises AssertionError where the two differ."""
         for (model, row), all_held in self.held.items():
-            fresh = model.new_cache(1)
-            model.prefill(row.tokens[: all_held[-1].shape[1]], fresh, fresh.add_row())
+            fresh = _fresh_cache(model, row.tokens[: all_held[-1].shape[1]])
             # An 8-bit value may round to its neighbour when its input differs in the last bit.
-            tolerance = 0.1 if "int8" in model.name else 1e-5
+            tolerance = 0.1 if isinstance(model, Target) and "int8" in model.name else 1e-5
             for held in all_held:
                 expected = _stores(fresh)[0, :, : held.shape[1]]
                 torch.testing.assert_close(held, expected, rtol=0, atol=tolerance)
+
+
+def _fresh_cache(model: Target | ExitDrafter, tokens: Sequence[int]) -> KVCache:
+    """The cache of a model after a prefill of these tokens."""
+    if isinstance(model, Target):
+        cache = model.new_cache(1)
+        model.prefill(tokens, cache, cache.add_row())
+        return cache
+    target, tap = model.target, model.adapter.exit_layer - 1
+    cache = target.new_cache(1)
+    hidden = target.prefill(tokens, cache, cache.add_row(), taps=[tap])[tap]
+    fresh = ExitDrafter(target, model.adapter)
+    fresh.start(hidden)
+    return fresh.cache
 
 
 def _stores(cache: KVCache) -> torch.Tensor:

@@ -4,6 +4,7 @@ that matter least."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from transformers import PreTrainedModel
 from specbench import registry
 from specbench.method import Batch, Budget, Drawer, Method, Proposal, Row
 from specbench.sampling import Sampling
-from specbench.target import KVCache, Target
+from specbench.target import KVCache, Target, load_target
 from specbench.tree import Tree
+from specbench_methods import early_exit
 from specbench_methods.early_exit import calibrate
 from tests.drafters import (
+    ASCII_VOCAB,
     GREEDY,
     Setting,
     decode,
@@ -24,6 +27,7 @@ from tests.drafters import (
     looping_target,
     make_method,
     make_request,
+    make_weights,
     reference,
 )
 from tests.tiny import tiny_tokenizer
@@ -35,6 +39,8 @@ def target() -> Target:
 
 
 def make_early_exit(model: Target, **knobs: str) -> Method:
+    if knobs.get("weights") == "MADE":
+        knobs["weights"] = str(make_weights(model, "early_exit"))
     cls = registry.load_method("early_exit")
     return cls(model, registry.make_config("early_exit", cls, knobs))
 
@@ -69,7 +75,8 @@ def draft(
     rows = [Row(make_request(prompt), list(prompt)) for prompt in prompts]
     cache = method.target.new_cache(len(rows))
     for row in rows:
-        method.target.prefill(row.tokens[:-1], cache, cache.add_row())
+        taps = method.target.prefill(row.tokens[:-1], cache, cache.add_row(), method.taps)
+        method.start([row], [taps])
     return _Drafted(method.propose(Batch(rows, cache), budgets), cache)
 
 
@@ -83,6 +90,8 @@ def draft(
         {"exit_layer": "1", "branching": "3,2"},
         {"skip": "3"},
         {"skip": "1,3", "branching": "2,2"},
+        {"weights": "MADE"},
+        {"weights": "MADE", "branching": "3,2"},
     ],
     ids=str,
 )
@@ -138,6 +147,103 @@ def test_passing_by_idle_layers_drafts_the_targets_own_tokens() -> None:
         assert row.steps[0].depth == 4
 
 
+def test_a_checkpoint_made_for_early_exits_is_a_plain_model(tmp_path: Path) -> None:
+    """LayerSkip's: nothing beside the model is on disk; where to leave it is a knob."""
+    looping_model(eos_token_id=None).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_target(str(tmp_path), dtype="float32")
+    request = make_request((5, 6, 7))
+    method = make_early_exit(loaded, exit_layer="3")
+    (row,) = decode(loaded, method, [request])
+    assert row.output == reference(loaded, request) == reference(target(), request)
+    assert any(step.accepted for step in row.steps)
+
+
+# A trained exit.
+
+
+def test_a_trained_exit_that_is_right_is_accepted_in_full(tmp_path: Path) -> None:
+    """Layers 2 and 3 add nothing, and the adapter neither; so its norm and head say what the
+    target says."""
+    model = Target(idle_model([2, 3], eos_token_id=None), tiny_tokenizer())
+    folder = make_weights(model, "early_exit", exit_layer=2, vocab=ASCII_VOCAB)
+    for branching in ("", "2"):
+        knobs = {"branching": branching} if branching else {}
+        method = make_early_exit(model, weights=str(folder), **knobs)
+        requests = [make_request((5, 6, 7), 15), make_request((9,), 11)]
+        for row in decode(model, method, requests, max_rows=2, audit=True):
+            assert row.output == reference(model, row.request)
+            assert [step.accepted for step in row.steps] == [step.depth for step in row.steps]
+            assert row.steps[0].depth == 4
+
+
+def test_only_tokens_of_the_draft_vocabulary_are_drafted() -> None:
+    folder = make_weights(target(), "early_exit", vocab=20)
+    for sampling in (GREEDY, Sampling(temperature=2.0)):
+        method = make_early_exit(target(), weights=str(folder), branching="4,4")
+        drafted = draft(method, [(5, 6, 7), (9,)], [Budget(3, 40)] * 2, sampling).proposal
+        assert int(drafted.tokens_BN[:, 1:].min()) >= ASCII_VOCAB - 20
+
+
+def test_behind_a_token_drawn_unsurely_nothing_is_drafted() -> None:
+    budget = Budget(5, 30)
+    depths = []
+    for threshold in ("0", "0.3", "0.6", "1"):
+        proposals = [
+            draft(
+                make_early_exit(target(), exit_layer="2", threshold=threshold), [prompt], [budget]
+            )
+            for prompt in [(5, 6, 7), (9,), (60, 2), (33, 34)]
+        ]
+        depths.append([drafted.proposal.trees[0].depth for drafted in proposals])
+    assert set(depths[0]) == {5} and set(depths[-1]) == {1}
+    assert depths[0] >= depths[1] >= depths[2] >= depths[3]
+    assert len({depth for row in depths for depth in row}) > 2
+
+
+@pytest.mark.parametrize("branching", ["", "3"])
+def test_the_shape_of_a_drawn_tree_depends_on_distributions_not_on_draws(branching: str) -> None:
+    """A node has children if the drafter was sure where the node itself was drawn."""
+    knobs = {"exit_layer": "2", "threshold": "0.35"}
+    method = make_early_exit(target(), **knobs, **({"branching": branching} if branching else {}))
+    fates = set()
+    for begin in range(3, 90, 4):
+        sampling = Sampling(temperature=1.0)
+        drafted = draft(method, [(begin, begin + 1)], [Budget(3, 30)], sampling).proposal
+        assert drafted.logq is not None
+        (tree,), (logq,) = drafted.trees, drafted.logq
+        for node, children in enumerate(tree.children[1:], start=1):
+            if tree.depths[node] < 3:
+                sure = float(logq[tree.parents[node]].exp().max()) >= 0.35
+                assert bool(children) == sure
+                fates.add(sure)
+    assert fates == {True, False}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, rule="coupled")])
+def test_with_a_threshold_the_output_stays_the_targets(sampling: Sampling) -> None:
+    for knobs in ({"exit_layer": "2"}, {"weights": "MADE"}, {"exit_layer": "2", "branching": "3"}):
+        method = make_early_exit(target(), threshold="0.35", **knobs)
+        requests = [make_request((begin, begin + 1)) for begin in range(3, 90, 20)]
+        for row in decode(target(), method, requests, sampling, max_rows=3):
+            assert row.output == reference(target(), row.request, sampling)
+
+
+def test_shipped_weights_draft_unless_layers_are_named_or_none_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = str(make_weights(target(), "early_exit", exit_layer=1))
+    shipped = {"early_exit": folder}
+    monkeypatch.setattr(early_exit, "shipped_weights", lambda method, target: shipped[method])
+    trained = make_early_exit(target())
+    assert trained.label == "trained exit after layer 1 of 4"
+    assert trained.describe()["fingerprint"] and trained.num_extra_bytes > 0
+    for knobs in ({"exit_layer": "1"}, {"skip": "1"}, {"num_skipped": "1"}, {"weights": "none"}):
+        untrained = make_early_exit(target(), **knobs)
+        assert "trained" not in untrained.label and untrained.num_extra_bytes == 0
+        assert untrained.taps == () and not untrained.describe()["fingerprint"]
+
+
 # Calibration.
 
 
@@ -190,6 +296,9 @@ def test_a_shallow_target_can_be_calibrated(num_layers: int) -> None:
         ({"exit_layer": "-1"}, "out of range; valid: 0 or more"),
         ({"skip": "-1"}, "out of range; valid: 0 or more"),
         ({"exit_layer": "1", "skip": "2"}, "exclude each other; valid: one of them"),
+        ({"threshold": "1.5"}, r"threshold 1\.5 is out of range; valid: 0\.\.1"),
+        ({"weights": "some/where", "skip": "1"}, "exclude each other; valid: one of them"),
+        ({"weights": "./nowhere"}, r"no checkpoint folder '\./nowhere'"),
         ({"branching": "0"}, r"branching \(0,\) is out of range; valid: 1 or more"),
     ],
     ids=str,

@@ -62,7 +62,7 @@ def test_a_source_loses_its_overlapping_prompts_and_a_workload_is_refused(
     source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*own, known]))
     assert source_prompts(str(source), evaluated) == (own, 1)
     source.write_text(json.dumps({"prompt": known}) + "\n")
-    with pytest.raises(ValueError, match="all 1 prompts of .* overlap the workloads"):
+    with pytest.raises(ValueError, match=r"all 1 prompts of .* overlap the workloads"):
         source_prompts(str(source), evaluated)
     with pytest.raises(ValueError, match="'humaneval' is a workload"):
         source_prompts("humaneval", evaluated)

@@ -38,6 +38,18 @@ class Checkpoint:
         """An error that names the checkpoint."""
         return ValueError(f"checkpoint {self.name!r} {problem}")
 
+    def check_made_for(self, wanted: Mapping[str, Any]) -> None:
+        """Holds its config to a target's.
+
+        Raises:
+            ValueError: names the first setting that differs.
+        """
+        for key, value in wanted.items():
+            if (found := self.config.get(key)) != value:
+                raise self.error(
+                    f"was made for another target: {key} is {found}; this target needs {value}"
+                )
+
 
 def load_checkpoint(source: str | Path, files: Sequence[str] = _FILES) -> Checkpoint:
     """Reads a checkpoint.

@@ -8,6 +8,13 @@ from specbench.learned.checkpoint import CONFIG
 from specbench.target import DEFAULT_TARGET
 
 
+def shipped_weights(method: str, target: str) -> str:
+    """The folder of the weights that come with the project for a method and the target of this
+    name; empty if there are none."""
+    folder = Path(specbench_methods.__path__[0]) / "weights" / method
+    return str(folder) if target == DEFAULT_TARGET and (folder / CONFIG).is_file() else ""
+
+
 def weights_for(method: str, weights: str, target: str) -> str:
     """A folder or Hub name.
 
@@ -19,22 +26,17 @@ def weights_for(method: str, weights: str, target: str) -> str:
     Raises:
         ValueError: none are named, and none come with the project for this target.
     """
-    problem = missing(method, weights, target)
-    if problem:
+    if problem := missing(method, weights, target):
         raise ValueError(problem)
-    return weights or str(_folder(method))
+    return weights or shipped_weights(method, target)
 
 
 def missing(method: str, weights: str, target: str) -> str:
     """Why `weights_for` would raise; empty if it would not."""
-    if weights or (target == DEFAULT_TARGET and (_folder(method) / CONFIG).is_file()):
+    if weights or shipped_weights(method, target):
         return ""
     return (
         f"method {method!r} has no weights for target {target!r}: train some with "
         f"`specbench train {method} --target {target} --out DIR`, or name a checkpoint; then "
         f"`--set {method}.weights=DIR`"
     )
-
-
-def _folder(method: str) -> Path:
-    return Path(specbench_methods.__path__[0]) / "weights" / method

@@ -97,13 +97,23 @@ def layers_copy(target: Target, num_layers: int) -> Target:
     Raises:
         ValueError: it does not have so many layers.
     """
+    model = plain_layers(target, num_layers)
+    return Target(model, target.tokenizer, name=f"{num_layers} layers of {target.name}")
+
+
+def plain_layers(target: Target, num_layers: int) -> PreTrainedModel:
+    """The same before it is wrapped: a plain model with copies of the target's weights.
+
+    Raises:
+        ValueError: the target does not have so many layers.
+    """
     if not 1 <= num_layers <= target.num_layers:
         raise ValueError(f"layers {num_layers} is out of range; valid: 1..{target.num_layers}")
     last = target.num_layers - 1
     kept = sorted({round(i * last / max(1, num_layers - 1)) for i in range(num_layers)})
     model = _plain_copy(target, kept)
     nn.Module.to(model, target.device)
-    return Target(model, target.tokenizer, name=f"{num_layers} layers of {target.name}")
+    return model
 
 
 def _plain_copy(target: Target, layers: Sequence[int]) -> PreTrainedModel:

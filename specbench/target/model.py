@@ -102,7 +102,7 @@ class Target:
         self.device = cast(torch.Tensor, model.get_input_embeddings().weight).device
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.num_weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint = fingerprint(model)
         self.eos_ids = _eos_ids(model)
         self.num_forwards = 0
         try:
@@ -305,7 +305,7 @@ class Target:
                 f"({in_one_line(error)}); valid: decoder-only models with full or sliding attention"
             ) from error
         # Only the likeliest tokens: some models set the logits of others to -inf.
-        expected, tokens_MI = own.topk(min(_PROBED, self.vocab_size))
+        expected, tokens_MI = own.topk(min(_PROBED, own.shape[-1]))
         if not expected.isfinite().all():
             raise ValueError(
                 f"{self.name}: {kind} has logits that are no numbers in {self.dtype}: its weights "
@@ -327,7 +327,7 @@ class Target:
         self.num_forwards = 0
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A SHA-256 over the weights' names, shapes and a sample of up to 4096 evenly spread values
     each: the same whatever file they came from, and quick for the largest model."""
     digest = hashlib.sha256()

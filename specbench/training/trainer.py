@@ -337,7 +337,7 @@ class Trainer:
     def _save_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         state = {
-            "module": recipe.module.state_dict(),
+            "module": _trained(recipe),
             "optimiser": optimiser.state_dict(),
             "progress": dataclasses.asdict(self.progress),
         }
@@ -349,10 +349,17 @@ class Trainer:
         path = self.out / _STATE
         if path.is_file():
             state = torch.load(path, map_location=self.target.device, weights_only=True)
-            recipe.module.load_state_dict(state["module"])
+            for name, value in _trained(recipe).items():
+                value.copy_(state["module"][name])
             optimiser.load_state_dict(state["optimiser"])
             vars(self.progress).update(state["progress"])
             self.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
+
+
+def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """What the optimiser changes, by name; not the frozen parts, which are the target's."""
+    named = recipe.module.named_parameters()
+    return {name: parameter.data for name, parameter in named if parameter.requires_grad}
 
 
 class _Mean:

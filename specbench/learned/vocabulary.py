@@ -1,0 +1,102 @@
+"""A reduced draft vocabulary: a drafter's head with only some rows of the target's.
+
+Shapes: V the target's vocabulary, D the drafter's.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from specbench.learned.checkpoint import Checkpoint
+from specbench.method import Drawer, Draws, Row
+from specbench.target import Target
+
+
+class DraftVocabulary:
+    """The tokens that a drafter can draft.
+
+    Args:
+        ids_D: their ids in the target's vocabulary, int64, distinct.
+        size: V.
+    """
+
+    def __init__(self, ids_D: torch.Tensor, size: int) -> None:
+        self.ids_D, self.size = ids_D, size
+
+    @staticmethod
+    def from_offsets(
+        offsets_D: torch.Tensor, checkpoint: Checkpoint, target: Target
+    ) -> "DraftVocabulary":
+        """From EAGLE-3's ``d2t``: draft token i is the target's token i + d2t[i].
+
+        Raises:
+            ValueError: they are no whole numbers, leave the target's vocabulary, or give one token
+            twice.
+        """
+        if offsets_D.dim() != 1 or offsets_D.is_floating_point():
+            raise checkpoint.error("has a d2t that is no list of whole numbers")
+        ids_D = offsets_D.long() + torch.arange(len(offsets_D))
+        if not len(ids_D) or ids_D.min() < 0 or ids_D.max() >= target.vocab_size:
+            raise checkpoint.error(
+                f"has a d2t that leaves the target's vocabulary, 0..{target.vocab_size - 1}"
+            )
+        if len(set(ids_D.tolist())) < len(ids_D):
+            raise checkpoint.error("has a d2t that gives one token twice")
+        return DraftVocabulary(ids_D.to(target.device), target.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.ids_D)
+
+    @property
+    def offsets_D(self) -> torch.Tensor:
+        """``d2t``, on the CPU."""
+        return self.ids_D.cpu() - torch.arange(len(self))
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The ids as a list."""
+        ids: list[int] = self.ids_D.tolist()
+        return ids
+
+    def head(self, target: Target, dtype: torch.dtype | None = None) -> nn.Linear:
+        """These rows of the target's head, frozen; of its type by default."""
+        return _frozen_head(target, self.ids_D, dtype)
+
+    def widen(self, logits_D: torch.Tensor) -> torch.Tensor:
+        """Logits [V]; tokens that cannot be drafted get the lowest finite value."""
+        lowest = torch.finfo(logits_D.dtype).min
+        return logits_D.new_full((self.size,), lowest).index_copy_(0, self.ids_D, logits_D)
+
+    def drawer(self, drawer: Drawer) -> Drawer:
+        """A drawer that is given logits [D] and draws tokens of the target."""
+        return _ReducedDrawer(drawer.sampling, self)
+
+
+@dataclass(frozen=True, eq=False)
+class _ReducedDrawer(Drawer):
+    vocabulary: DraftVocabulary
+
+    def draw(self, logits_V: torch.Tensor, row: Row, position: int, num_children: int = 1) -> Draws:
+        """Greedy draws need only the order of the logits, which stay narrow."""
+        if not self.sampling.greedy:
+            return super().draw(self.vocabulary.widen(logits_V), row, position, num_children)
+        drawn = super().draw(logits_V, row, position, num_children)
+        return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
+
+
+def full_head(target: Target, dtype: torch.dtype) -> nn.Linear:
+    """A frozen copy of the target's whole head."""
+    return _frozen_head(target, torch.arange(target.vocab_size, device=target.device), dtype)
+
+
+def _frozen_head(target: Target, ids_D: torch.Tensor, dtype: torch.dtype | None) -> nn.Linear:
+    head = target.model.get_output_embeddings()
+    assert head is not None
+    weight, bias = head.weight.detach(), getattr(head, "bias", None)
+    rows = nn.Linear(target.hidden_size, len(ids_D), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight[ids_D].to(dtype or target.dtype), requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[ids_D].to(dtype or target.dtype), False)
+    return rows
