@@ -263,16 +263,24 @@ def good_eagle3(dims: Dims, vocab_size: int, ids: Sequence[int] | None) -> tuple
     return config, tensors
 
 
-GOOD = {"good1": good_eagle1, "good3": good_eagle3}
+def wild_eagle3(dims: Dims, vocab_size: int, ids: Sequence[int] | None) -> tuple[Any, Tensors]:
+    """A random EAGLE-3 head, in which everything matters."""
+    config, tensors = good_eagle3(dims, vocab_size, ids)
+    make = Maker(4)
+    wild = make.wide(dims, "midlayer.") | {"fc.weight": make.weight(dims.h, 3 * dims.w)}
+    return config, tensors | wild
+
+
+HEADS = {"good1": good_eagle1, "good3": good_eagle3, "wild3": wild_eagle3}
 
 
 @cache
-def good_folder(name: str, vocab_size: int) -> str:
-    """A folder with a good head for a tiny target: ``good1`` or ``good3``; with ``-reduced``, one
-    that may not draft every third token."""
+def made_folder(name: str, vocab_size: int) -> str:
+    """A folder with one of these heads for a tiny target; with ``-reduced`` in its name, one that
+    may not draft every third token."""
     kind, _, reduced = name.partition("-")
     ids = [i for i in range(vocab_size) if i % 3] if reduced else None
-    config, tensors = GOOD[kind](Dims(kv=4), vocab_size, ids)
+    config, tensors = HEADS[kind](Dims(kv=4), vocab_size, ids)
     # Gone when the tests end.
     _FOLDERS.append(tempfile.TemporaryDirectory())
     return str(write(Path(_FOLDERS[-1].name), config, tensors))
@@ -282,5 +290,5 @@ _FOLDERS: list["tempfile.TemporaryDirectory[str]"] = []
 
 
 def weights_for(target: Target, name: str) -> str:
-    """The knob ``eagle.weights`` for one of the good heads."""
-    return good_folder(name, target.vocab_size)
+    """The knob ``eagle.weights`` for one of these heads."""
+    return made_folder(name, target.vocab_size)

@@ -25,7 +25,16 @@ from tests.drafters import (
     make_request,
     reference,
 )
-from tests.eagle_heads import Dims, Maker, Plain, good_eagle1, good_eagle3, good_folder, write
+from tests.eagle_heads import (
+    HEADS,
+    Dims,
+    Maker,
+    Plain,
+    good_eagle1,
+    good_eagle3,
+    made_folder,
+    write,
+)
 from tests.tiny import tiny_tokenizer
 
 DRAWN = Sampling(temperature=0.6)
@@ -39,14 +48,14 @@ def target() -> Target:
 
 
 def make(weights: str | Path = "good3", **knobs: str) -> Any:
-    """The method for our target, with a good head or one in a folder."""
+    """The method for our target, with a head of that name or in that folder."""
     return make_for(target(), weights, **knobs)
 
 
 def make_for(model: Target, weights: str | Path, **knobs: str) -> Any:
     """The method for any target."""
-    if str(weights).startswith("good"):
-        weights = good_folder(str(weights), model.vocab_size)
+    if str(weights).partition("-")[0] in HEADS:
+        weights = made_folder(str(weights), model.vocab_size)
     cls = registry.load_method("eagle")
     return cls(model, registry.make_config("eagle", cls, {"weights": str(weights)} | knobs))
 
@@ -75,14 +84,14 @@ def paths(proposal: Proposal, row: int = 0) -> list[tuple[int, ...]]:
 
 @cache
 def plain(kind: str) -> Plain:
-    """The head in the reduced good folder, written down again, with the target's own weights."""
+    """The reduced head of that name, written down again, with the target's own weights."""
     model: Any = looping_model()
     embed, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     dims = Dims(kv=4)
     if kind == "good1":
         _, tensors = good_eagle1(dims, ASCII_VOCAB, IDS)
         return Plain(tensors, embed, head[IDS], dims, ["layers.0."])
-    _, tensors = good_eagle3(dims, ASCII_VOCAB, IDS)
+    _, tensors = HEADS[kind](dims, ASCII_VOCAB, IDS)
     return Plain(tensors, embed, head[IDS], dims, ["midlayer."], wide=["midlayer."])
 
 
@@ -115,12 +124,12 @@ def best_paths(kind: str, tokens: Sequence[int], depth: int, nodes: int) -> set[
     return set(sorted(found, key=lambda path: -found[path])[:nodes])
 
 
-@pytest.mark.parametrize("kind", ["good1", "good3"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_the_first_tree_has_the_likeliest_paths(kind: str) -> None:
-    method = make(f"{kind}-reduced")
+    method = make(f"{kind}-reduced", top_k="20")
     batch = start(method, [PROMPT, PROMPT[:2]])
-    proposal = method.propose(batch, [Budget(3, 6), Budget(2, 4)])
-    assert set(paths(proposal, 0)) == best_paths(kind, PROMPT, 3, 6)
+    proposal = method.propose(batch, [Budget(3, 20), Budget(2, 4)])
+    assert set(paths(proposal, 0)) == best_paths(kind, PROMPT, 3, 20)
     assert set(paths(proposal, 1)) == best_paths(kind, PROMPT[:2], 2, 4)
 
 
@@ -138,18 +147,25 @@ def test_a_later_tree_stands_on_the_true_features_of_what_was_accepted(
     assert set(paths(proposal)) == best_paths(kind, row.tokens, 3, 6)
 
 
-def test_a_static_tree_and_a_chain_are_drafted_by_rank() -> None:
-    best = [IDS[i] for i in torch.tensor(scores_after("good3", PROMPT, [])).topk(3).indices]
-    below = torch.tensor(scores_after("good3", PROMPT, [best[1]])).topk(2).indices
-    expected = {(best[0],), (best[1],), (best[2],), (best[1], IDS[below[1]])}
-    for sampling in (GREEDY, DRAWN):
-        method = make("good3-reduced", tree="static", ranks="0 1 2 11")
-        proposal = method.propose(start(method, [PROMPT], sampling), [Budget(4, 9)])
-        assert set(paths(proposal)) == expected and not any(proposal.logq or [])
-    method = make("good3-reduced", tree="chain")
-    (first, second) = paths(method.propose(start(method, [PROMPT]), [Budget(2, 9)]))
-    follower = IDS[int(torch.tensor(scores_after("good3", PROMPT, best[:1])).argmax())]
-    assert (first, second) == ((best[0],), (best[0], follower))
+def by_rank(path: Sequence[int]) -> tuple[int, ...]:
+    """The tokens on the path with these ranks below the prompt."""
+    tokens: list[int] = []
+    for rank in path:
+        scores = torch.tensor(scores_after("wild3", PROMPT, tokens))
+        tokens.append(IDS[int(scores.argsort(descending=True)[rank])])
+    return tuple(tokens)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["T=0", "T>0"])
+def test_a_static_tree_and_a_chain_are_drafted_by_rank(sampling: Sampling) -> None:
+    words = "0 1 00 11 2 000 111 112 0001 1121"
+    method = make("wild3-reduced", tree="static", ranks=words)
+    proposal = method.propose(start(method, [PROMPT], sampling), [Budget(4, 20)])
+    assert set(paths(proposal)) == {by_rank(list(map(int, word))) for word in words.split()}
+    assert not any(proposal.logq or [])
+    method = make("wild3-reduced", tree="chain")
+    proposal = method.propose(start(method, [PROMPT], sampling), [Budget(3, 20)])
+    assert paths(proposal) == [by_rank([0] * depth) for depth in (1, 2, 3)]
 
 
 def test_the_default_static_tree_is_eagle1s() -> None:
@@ -197,19 +213,19 @@ def test_any_budget_is_kept_with_a_vocabulary_smaller_than_the_tree_is_wide(
 def test_drawn_tokens_come_from_the_heads_distribution_over_the_whole_vocabulary(
     knobs: dict[str, str],
 ) -> None:
-    method = make("good3-reduced", drafts="drawn", **knobs)
-    proposal = method.propose(start(method, [PROMPT], DRAWN), [Budget(3, 6)])
+    method = make("wild3-reduced", drafts="drawn", **knobs)
+    proposal = method.propose(start(method, [PROMPT], DRAWN), [Budget(3, 9)])
     tree, tokens = proposal.trees[0], proposal.tokens_BN[0].tolist()
     assert proposal.logq is not None and not proposal.replacement
     for parent, logq in proposal.logq[0].items():
         above = [tokens[at] for at in tree.path_to(parent)[1:]]
         expected = torch.full((ASCII_VOCAB,), -math.inf)
-        scores = torch.tensor(scores_after("good3", PROMPT, above)) / DRAWN.temperature
+        scores = torch.tensor(scores_after("wild3", PROMPT, above)) / DRAWN.temperature
         expected[IDS] = scores.log_softmax(-1)
         torch.testing.assert_close(logq, expected, rtol=1e-3, atol=1e-3)
         assert all(logq[tokens[child]].isfinite() for child in tree.children[parent])
     assert set(proposal.logq[0]) == {n for n, children in enumerate(tree.children) if children}
-    assert tree.num_drafted == (3 if knobs["tree"] == "chain" else 6)
+    assert tree.num_drafted == (3 if knobs["tree"] == "chain" else 9)
 
 
 def test_drawn_drafts_are_the_top_ones_at_temperature_0() -> None:
@@ -340,7 +356,7 @@ def test_it_says_what_it_reads_and_weighs() -> None:
     small, whole = make("good3-reduced"), make("good3")
     described = small.describe()
     assert described["taps"] == (1, 1, 0) and described["num_draft_tokens"] == 64
-    assert described["weights"] == good_folder("good3-reduced", ASCII_VOCAB)
+    assert described["weights"] == made_folder("good3-reduced", ASCII_VOCAB)
     # The rows of the target's head count, the head itself does not.
     assert small.num_extra_bytes - whole.num_extra_bytes == 64 * 32 * 4
     assert small.taps == (1, 0)

@@ -300,8 +300,7 @@ class EagleHead(nn.Module):
         table = self._rotary_P2D
         like = cast(EagleLayer, self.layers[0]).post_attention_layernorm.weight
         if table is None or len(table) < end or table.dtype != like.dtype:
-            # Also read in training, which cannot work with tensors of inference mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 positions_1P = torch.arange(max(end, 512) * 2, device=like.device)[None]
                 rotary = Rotary(self.shape.config).to(like.device)
                 table = torch.cat(rotary(like.detach(), positions_1P), dim=-1)[0]
