@@ -130,15 +130,24 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stores_that_end_early_are_left_to_torch(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["ends early", "narrower values", "another type of mask"])
+def test_what_the_kernel_would_read_wrong_is_left_to_torch(
+    why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_kernel(*args: object) -> None:
-        raise AssertionError("read beyond the store")
+        raise AssertionError("read what is not there")
 
     monkeypatch.setattr(attention_kernel, "attend", no_kernel)
-    query, key, value = (torch.randn(1, 2, 5, 32).to(dtype) for _ in range(3))
+    query, key, value = torch.randn(3, 1, 2, 16, 32).to(dtype)[..., :5, :]
     mask = torch.zeros(1, 1, 5, 5, dtype=dtype)
+    if why == "ends early":
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    elif why == "narrower values":
+        value = value[..., :16]
+    elif dtype == torch.bfloat16:
+        mask = mask.float()
+    else:
+        pytest.skip("to float32, torch adds no other type")
     note_extents(mask, [Extent(5, 5)])
     found, _ = grouped_attention(torch.nn.Module(), query, key, value, mask)
     expected = exact(query, key, value, mask, 32**-0.5)

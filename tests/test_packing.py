@@ -15,6 +15,9 @@ needs_kernels = pytest.mark.skipif(
     packing.product_class(torch.float32) is None,
     reason="this build of torch has no packed operators",
 )
+needs_blocked = pytest.mark.skipif(
+    not matrix.available(torch.float32), reason="no kernel of our own for this CPU"
+)
 HIDDEN, QUERY, KEY = 48, 64, 32
 
 
@@ -131,6 +134,25 @@ def test_in_our_own_kernel_no_token_depends_on_the_others(dtype: torch.dtype) ->
         assert torch.equal(product.multiply(x[:num_tokens]), alone[:num_tokens])
         strided = torch.stack([x, x.flip(0)], dim=2)[:num_tokens, :, 0]
         assert torch.equal(product.multiply(strided), alone[:num_tokens])
+
+
+@needs_blocked
+def test_our_own_kernel_refuses_what_it_would_read_wrong() -> None:
+    product = packing.BlockedProduct(torch.randn(40, 10), None)
+    for x in (torch.randn(3, 9), torch.randn(3, 11), torch.randn(3, 10).bfloat16()):
+        with pytest.raises(RuntimeError, match=r"a packed layer is \d+ wide"):
+            product(x)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        product(torch.randn(3, 10, requires_grad=True))
+
+
+@needs_blocked
+def test_a_copied_product_lives_on_its_own() -> None:
+    product = packing.BlockedProduct(torch.ones(40, 10), torch.ones(40))
+    other = copy.deepcopy(product)
+    product.blocked.blocks.zero_()
+    assert torch.equal(other(torch.ones(2, 10)), torch.full((2, 40), 11.0))
+    assert torch.equal(product(torch.ones(2, 10)), torch.ones(2, 40))
 
 
 def test_our_own_kernel_is_left_alone_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

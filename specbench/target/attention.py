@@ -78,13 +78,17 @@ def grouped_attention(
         raise ValueError(f"{type(module).__name__}: position biases are not supported")
     sinks = kwargs.get("s_aux")
     notes: _Notes | None = getattr(attention_mask, "notes", None)
-    if attention_mask is not None and notes and softcap is None and sinks is None:
-        dim = query.shape[-1]
-        if attention_kernel.available(query.dtype, dim) and _is_padded(key) and _is_padded(value):
-            scale = dim**-0.5 if scaling is None else scaling
-            return attention_kernel.attend(
-                query, key, value, attention_mask, notes.extents_B2, notes.padded, scale
-            ), None
+    plain = softcap is None and sinks is None
+    if (
+        attention_mask is not None
+        and notes
+        and plain
+        and _has_kernel(query, key, value, attention_mask)
+    ):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention_kernel.attend(
+            query, key, value, attention_mask, notes.extents_B2, notes.padded, scale
+        ), None
     groups = query.shape[1] // key.shape[1]
     masks = [None] if attention_mask is None else _tiled(attention_mask, groups, notes)
     if len(masks) == 1:
@@ -107,6 +111,26 @@ def grouped_attention(
                     sinks,
                 )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _has_kernel(
+    query_BHND: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    mask_B1NS: torch.Tensor,
+) -> bool:
+    """Whether our own kernel can work on tensors like these."""
+    dtype, dim = query_BHND.dtype, query_BHND.shape[-1]
+    return (
+        attention_kernel.available(dtype, dim)
+        and key_BKSD.dtype == value_BKSD.dtype == mask_B1NS.dtype == dtype
+        and value_BKSD.shape == key_BKSD.shape
+        and value_BKSD.stride() == key_BKSD.stride()
+        and _is_padded(key_BKSD)
+        and query_BHND.stride(3) == mask_B1NS.stride(3) == 1
+        and mask_B1NS.shape[0] == len(query_BHND)
+        and not (torch.is_grad_enabled() and query_BHND.requires_grad)
+    )
 
 
 def _is_padded(store_BKSD: torch.Tensor) -> bool:

@@ -104,18 +104,36 @@ class BlockedWeight:
         self.bias = torch.zeros(padded.shape[0])
         if bias is not None:
             self.bias[: self.out_features] = bias.detach()
-        self._kernel = _kernel(weight.dtype)
-        # The addresses do not change as long as the tensors live.
-        self._fixed = (self.blocks.data_ptr(), self.bias.data_ptr(), num_blocks, num_groups)
 
     def multiply(self, x_Ni: torch.Tensor) -> torch.Tensor:
-        """[N, i] -> [N, o], rounded once to the type of the weight."""
-        num_groups, group = self.blocks.shape[1], self.blocks.shape[3]
+        """[N, i] -> [N, o], rounded once to the type of the weight; no gradient goes through it.
+
+        Raises:
+            RuntimeError: the input is of another width or type than the weight, or wants a
+            gradient.
+        """
+        num_blocks, num_groups, _, group = self.blocks.shape
+        wanted = (self.in_features, self.blocks.dtype)
+        if (x_Ni.shape[1], x_Ni.dtype) != wanted:
+            raise RuntimeError(
+                f"the input of a packed layer is {x_Ni.shape[1]} wide, {x_Ni.dtype}; it takes "
+                f"{wanted[0]}, {wanted[1]}"
+            )
+        if x_Ni.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("no gradient goes through a packed layer; load with pack=False")
         if self.in_features != num_groups * group:
             x_Ni = nn.functional.pad(x_Ni, (0, num_groups * group - self.in_features))
         x_Ni = x_Ni.contiguous()
         out_No = x_Ni.new_empty(x_Ni.shape[0], len(self.bias))
-        self._kernel(*self._fixed, x_Ni.data_ptr(), out_No.data_ptr(), x_Ni.shape[0])
+        _kernel(x_Ni.dtype)(
+            self.blocks.data_ptr(),
+            self.bias.data_ptr(),
+            num_blocks,
+            num_groups,
+            x_Ni.data_ptr(),
+            out_No.data_ptr(),
+            len(x_Ni),
+        )
         return out_No[:, : self.out_features]
 
     def dense(self) -> torch.Tensor:
