@@ -15,8 +15,8 @@ from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.learned.exit_adapter import ExitAdapter, ExitDrafter, load_exit_adapter
 from specbench.target import FINAL, Target
-from specbench.training.distillation import distance
 from specbench.training.exit_adapter import ExitAdapterRecipe
+from specbench.training.losses import Predictions
 from specbench.training.recipe import Options, Sequences
 from specbench.tree import Tree
 from tests.drafters import (
@@ -412,11 +412,13 @@ def test_a_batch_without_written_tokens_has_no_loss() -> None:
     assert (loss.item(), shown["acc1"].item()) == (0.0, 0.0)
 
 
-def test_the_distance_is_least_where_the_two_are_equal() -> None:
+def test_the_loss_is_least_where_the_two_are_equal() -> None:
     p_MD = torch.tensor([[0.7, 0.2, 0.1]])
-    equal = distance(p_MD.log(), p_MD, variation=1.0).item()
+    first = torch.zeros(1, dtype=torch.long)
+    found = Predictions(first, first, p_MD, first)
+    equal = found.loss(p_MD.log(), variation=1.0).item()
     assert equal == pytest.approx(-(p_MD * p_MD.log()).sum().item())
-    assert distance(p_MD.flip(1).log(), p_MD, variation=1.0).item() == pytest.approx(
+    assert found.loss(p_MD.flip(1).log(), variation=1.0).item() == pytest.approx(
         -(p_MD * p_MD.flip(1).log()).sum().item() + 0.6
     )
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from specbench.learned.checkpoint import WEIGHTS, Checkpoint, fill, load_checkpoint, save_checkpoint
 from specbench.learned.trees import RankTree
+from specbench.learned.vocabulary import frozen_head
 from specbench.target import Target
-from specbench.training.recipe import head_rows
 
 FILE = "medusa_lm_head.safetensors"
 _FILES = (FILE, "medusa_lm_head.pt", WEIGHTS, "pytorch_model.bin")
@@ -128,19 +128,6 @@ def in_vllm(heads: MedusaHeads) -> nn.ModuleDict:
     )
 
 
-def target_rows(target: Target, ids_D: torch.Tensor | None = None) -> nn.Linear:
-    """A frozen float32 copy of the target's head, or of its rows for some tokens."""
-    weight_Dh = head_rows(target, ids_D)
-    bias_V = getattr(target.model.get_output_embeddings(), "bias", None)
-    with torch.device("meta"):
-        rows = nn.Linear(weight_Dh.shape[1], weight_Dh.shape[0], bias=bias_V is not None)
-    rows.weight = nn.Parameter(weight_Dh, requires_grad=False)
-    if bias_V is not None:
-        bias_D = (bias_V if ids_D is None else bias_V[ids_D.to(bias_V.device)]).detach().float()
-        rows.bias = nn.Parameter(bias_D, requires_grad=False)
-    return rows
-
-
 def save_heads(heads: MedusaHeads, folder: Path, config: Mapping[str, Any]) -> None:
     """Writes heads in Medusa's own layout: "version 2" where they share the target's head.
 
@@ -188,7 +175,7 @@ def load_heads(source: str | Path, target: Target) -> LoadedHeads:
     heads = _fill_heads(tensors, ids_D, checkpoint, target)
     if heads.lm_head is None and not heads.lm_heads:
         if ids_D is not None:
-            heads.lm_head = target_rows(target, ids_D).to(target.device, target.dtype)
+            heads.lm_head = frozen_head(target, ids_D)
         else:
             head = target.model.get_output_embeddings()
             assert head is not None

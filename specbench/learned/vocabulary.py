@@ -62,7 +62,7 @@ class DraftVocabulary:
 
     def head(self, target: Target, dtype: torch.dtype | None = None) -> nn.Linear:
         """These rows of the target's head, frozen; of its type by default."""
-        return _frozen_head(target, self.ids_D, dtype)
+        return frozen_head(target, self.ids_D, dtype)
 
     def widen(self, logits_D: torch.Tensor) -> torch.Tensor:
         """Logits [V]; tokens that cannot be drafted get the lowest finite value."""
@@ -86,12 +86,9 @@ class _ReducedDrawer(Drawer):
         return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
 
 
-def full_head(target: Target, dtype: torch.dtype) -> nn.Linear:
-    """A frozen copy of the target's whole head."""
-    return _frozen_head(target, torch.arange(target.vocab_size, device=target.device), dtype)
-
-
-def _frozen_head(target: Target, ids_D: torch.Tensor, dtype: torch.dtype | None) -> nn.Linear:
+def frozen_head(target: Target, ids_D: torch.Tensor, dtype: torch.dtype | None = None) -> nn.Linear:
+    """A frozen copy of the target's head, with the rows of some tokens; of its type by default."""
+    ids_D = ids_D.to(target.device)
     head = target.model.get_output_embeddings()
     assert head is not None
     weight, bias = head.weight.detach(), getattr(head, "bias", None)

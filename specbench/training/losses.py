@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, Target
-from specbench.training.recipe import Sequences, head_rows
-
-TOTAL_VARIATION = 0.0
-"""The weight of the total variation beside the cross entropy."""
+from specbench.training.recipe import Sequences
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,15 @@ class Predictions:
     p_MD: torch.Tensor
     best_M: torch.Tensor
 
-    def loss(self, logits_MD: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy, in nats, over predictions whose token can be drafted."""
-        counts_M = self.best_M >= 0
-        loss_M = F.cross_entropy(logits_MD.float(), self.p_MD, reduction="none")
-        return mean_of(loss_M, counts_M)
+    def loss(self, logits_MD: torch.Tensor, variation: float = 0.0) -> torch.Tensor:
+        """The mean, over predictions whose token can be drafted, of the cross entropy in nats and
+        ``variation`` times the total variation; 1 minus the latter is the chance that a drawn draft
+        is accepted (Leviathan et al. 2023, corollary 3.6)."""
+        logits_MD = logits_MD.float()
+        loss_M = F.cross_entropy(logits_MD, self.p_MD, reduction="none")
+        if variation:
+            loss_M = loss_M + variation * (self.p_MD - logits_MD.softmax(-1)).abs().sum(-1) / 2
+        return mean_of(loss_M, self.best_M >= 0)
 
     def accuracy(self, logits_MD: torch.Tensor) -> torch.Tensor:
         """The share of likeliest tokens that are those that the target wrote."""
@@ -54,7 +56,7 @@ class DraftTargets:
     taps = (FINAL,)
 
     def __init__(self, target: Target, ids_D: torch.Tensor) -> None:
-        self.rows_Dh = head_rows(target, ids_D).to(target.dtype)
+        self.head = frozen_head(target, ids_D)
         self.index_V = torch.full((target.vocab_size,), -1, device=target.device)
         self.index_V[ids_D.to(target.device)] = torch.arange(len(ids_D), device=target.device)
 
@@ -67,8 +69,8 @@ class DraftTargets:
         """
         written_BT = batch.written_BT[:, ahead + 1 : ahead + 1 + num_entries]
         row_M, entry_M = written_BT.nonzero(as_tuple=True)
-        hidden_Mh = batch.hidden[FINAL][row_M, entry_M + ahead].to(self.rows_Dh.dtype)
-        p_MD = F.linear(hidden_Mh, self.rows_Dh).float().softmax(-1)
+        hidden_Mh = batch.hidden[FINAL][row_M, entry_M + ahead].to(self.head.weight.dtype)
+        p_MD = self.head(hidden_Mh).float().softmax(-1)
         token_M = batch.tokens_BT[row_M, entry_M + ahead + 1]
         return Predictions(row_M, entry_M, p_MD, self.index_V[token_M])
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specbench.learned.medusa import MedusaHeads, save_heads, target_rows
+from specbench.learned.medusa import MedusaHeads, save_heads
 from specbench.learned.trees import RankTree
+from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, Target
 from specbench.training.recipe import Options, Recipe, Sequences, draft_vocabulary
 
@@ -43,7 +44,7 @@ class MedusaRecipe(Recipe):
             target.hidden_size, options.unroll or _NUM_HEADS, options.num_layers or 1
         ).to(target.device)
         self.module.ids_D = ids_D
-        self.rows = self.module.lm_head = target_rows(target, ids_D)
+        self.rows = self.module.lm_head = frozen_head(target, ids_D, torch.float32)
         self.is_drafted_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
         self.is_drafted_V[ids_D] = True
         self.calibration: dict[str, Any] = {}
