@@ -5,6 +5,7 @@ Nothing is imported until a method is asked for, so a missing dependency of one 
 method only.
 """
 
+import hashlib
 import importlib
 import inspect
 import math
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -108,6 +110,12 @@ def usable() -> tuple[tuple[str, ...], list[str]]:
         except ValueError as error:
             problems.append(str(error))
     return tuple(names), problems
+
+
+def source_sha256(method: type[Method]) -> str:
+    """sha256 of the file that a method is written in: the commit does not tell of a file that is
+    not checked in."""
+    return hashlib.sha256(Path(inspect.getfile(method)).read_bytes()).hexdigest()
 
 
 def _hint(error: ImportError) -> str:
