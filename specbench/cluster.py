@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from specbench.config import RunConfig
-from specbench.layout import Layout, Node, most_threads, plan_layout, too_many_gpus
+from specbench.layout import Layout, Node, most_threads, plan_layout
 from specbench.messages import in_one_line
 from specbench.plan import MAX_ATTEMPTS, Plan
 from specbench.progress import Progress
@@ -60,11 +60,12 @@ def _run_pending(plan: Plan, use_ray: bool) -> None:
 
 def _run_here(plan: Plan, progress: Progress) -> None:
     """All shards, one after the other, in this process."""
-    num_gpus = torch.cuda.device_count()
-    if plan.config.gpus_per_worker > max(1, num_gpus):
-        raise ValueError(too_many_gpus(plan.config.gpus_per_worker, num_gpus))
+    config = plan.config
+    node = Node(os.cpu_count() or 1, torch.cuda.device_count())
+    # As many threads as a worker of Ray's has here, so that either may go on with the other's run.
+    layout = plan_layout([node], config.workers, config.gpus_per_worker, most_threads())
     progress.say("loading the target and the methods")
-    worker = Worker(plan.config)
+    worker = Worker(config, layout.num_threads)
     for note in plan.begin([worker.describe()]):
         progress.say(note)
     while plan.pending:
@@ -106,7 +107,7 @@ def _run_on_ray(plan: Plan, progress: Progress) -> None:
         layout = plan_layout(nodes, config.workers, config.gpus_per_worker, most_threads())
         # More workers than shards have nothing to do; threads stay, so that a resumed run is alike.
         count = min(layout.num_workers, len(plan.pending))
-        progress.say(f"loading: {count} workers, threads each: {layout.num_threads}")
+        progress.say(f"loading; workers: {count}, threads of each: {layout.num_threads}")
         with contextlib.closing(Pool(ray, config, layout)) as pool:
             for note in plan.begin(pool.load(count, progress)):
                 progress.say(note)

@@ -80,8 +80,8 @@ def differences(one: Run, other: Run) -> list[str]:
         mine, its = one.info.get(part, {}), other.info.get(part, {})
         # The baseline drafts nothing, so its knobs change nothing.
         for name in (mine.keys() & its.keys()) - {BASELINE}:
-            ours |= _flat(_without(mine[name], _ASKED), f"{part}.{name}")
-            theirs |= _flat(_without(its[name], _ASKED), f"{part}.{name}")
+            ours |= flat(_without(mine[name], _ASKED), f"{part}.{name}")
+            theirs |= flat(_without(its[name], _ASKED), f"{part}.{name}")
     return [
         f"{key} is {_show(theirs.get(key))} instead of {_show(ours.get(key))}"
         for key in sorted(ours.keys() | theirs.keys())
@@ -93,9 +93,9 @@ def fingerprint(info: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal for two runs to be compared, by dotted key."""
     provenance = info.get("provenance", {})
     return {
-        **_flat(info.get("target", {}), "target"),
-        **_flat(_without(info.get("settings", {}), _ASKED + _RESOLVED), "settings"),
-        **_flat({key: provenance.get(key) for key in _MEASURED_ON}, "provenance"),
+        **flat(info.get("target", {}), "target"),
+        **flat(_without(info.get("settings", {}), _ASKED + _RESOLVED), "settings"),
+        **flat({key: provenance.get(key) for key in _MEASURED_ON}, "provenance"),
         "batch_size": info.get("batch_size"),
     }
 
@@ -104,10 +104,12 @@ def _without(mapping: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
-def _flat(value: Any, name: str) -> dict[str, Any]:
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, by dotted key."""
     if not isinstance(value, Mapping):
         return {name: value}
-    return {k: v for key in value for k, v in _flat(value[key], f"{name}.{key}").items()}
+    prefix = f"{name}." if name else ""
+    return {k: v for key in value for k, v in flat(value[key], f"{prefix}{key}").items()}
 
 
 def _show(value: Any) -> str:

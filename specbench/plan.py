@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from specbench import provenance
 from specbench.bench import failures
 from specbench.config import RunConfig
-from specbench.merge import fingerprint
+from specbench.merge import fingerprint, flat
 from specbench.records import (
     FailureRecord,
     Record,
@@ -323,12 +323,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _flatten(info: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint, and what is to be measured."""
-    asked = {
-        f"{part}.{name}": value
-        for part in ("methods", "workloads")
-        for name, value in info.get(part, {}).items()
-    }
-    return fingerprint(info) | asked
+    asked = {part: info.get(part, {}) for part in ("methods", "workloads")}
+    return fingerprint(info) | flat(asked)
 
 
 def _note_resumption(info: dict[str, Any], now: Mapping[str, Any]) -> None:

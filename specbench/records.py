@@ -293,6 +293,8 @@ def read_info(folder: Path) -> dict[str, Any]:
     try:
         info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         schema = info["schema"]
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no run: there is no run.json in it") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder} holds no readable run: {in_one_line(error)}") from error
     _check_schema(folder / "run.json", schema)

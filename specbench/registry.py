@@ -5,6 +5,7 @@ Nothing is imported until a method is asked for, so a missing dependency of one 
 method only.
 """
 
+import hashlib
 import importlib
 import inspect
 import math
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -130,6 +132,12 @@ def usable(
         if problem := method.lacks(make_config(name, method, knobs.get(name, {})), target):
             lacking[name] = problem
     return tuple(name for name in names if name not in lacking), [*problems, *lacking.values()]
+
+
+def source_sha256(method: type[Method]) -> str:
+    """sha256 of the file that a method is written in: the commit does not tell of a file that is
+    not checked in."""
+    return hashlib.sha256(Path(inspect.getfile(method)).read_bytes()).hexdigest()
 
 
 def _hint(error: ImportError) -> str:

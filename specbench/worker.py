@@ -81,11 +81,16 @@ class Worker:
                 "num_parameters": target.num_parameters,
                 "num_weight_bytes": target.num_weight_bytes,
                 "kernels": target.kernels,
+                "bitwise": target.bitwise,
                 "weights_sha256": target.fingerprint,
                 "note": target.note,
             },
             "methods": {
-                name: method.describe() | {"lossy": method.typical is not None}
+                name: method.describe()
+                | {
+                    "lossy": method.typical is not None,
+                    "source_sha256": registry.source_sha256(type(method)),
+                }
                 for name, method in self.methods.items()
             },
             "template_sha256": template_sha256(target.tokenizer),

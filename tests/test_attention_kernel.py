@@ -130,7 +130,9 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("why", ["ends early", "narrower values", "another type of mask"])
+@pytest.mark.parametrize(
+    "why", ["ends early", "a window", "narrower values", "repeated keys", "another type of mask"]
+)
 def test_what_the_kernel_would_read_wrong_is_left_to_torch(
     why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,11 @@ def test_what_the_kernel_would_read_wrong_is_left_to_torch(
     mask = torch.zeros(1, 1, 5, 5, dtype=dtype)
     if why == "ends early":
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    elif why == "a window":
+        # The store goes on in front of the slots, but not behind them.
+        key, value = torch.randn(2, 1, 2, 16, 32).to(dtype)[..., 11:, :]
+    elif why == "repeated keys":
+        key = key[:, :1].expand(-1, 2, -1, -1)
     elif why == "narrower values":
         value = value[..., :16]
     elif dtype == torch.bfloat16:
@@ -155,6 +162,19 @@ def test_what_the_kernel_would_read_wrong_is_left_to_torch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_torchs_default_type_does_not_matter(dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(3, 1, 2, 16, 32).to(dtype)
+    mask = torch.zeros(1, 1, 16, 16).to(dtype)
+    expected = attend(query, key, value, mask, [(16, 16)])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(50):
+            assert torch.equal(attend(query, key, value, mask, [(16, 16)]), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_a_node_is_scored_to_the_bit_as_if_it_came_alone(family: str, dtype: torch.dtype) -> None:
@@ -164,6 +184,7 @@ def test_a_node_is_scored_to_the_bit_as_if_it_came_alone(family: str, dtype: tor
     config = AutoConfig.for_model(family, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     target = Target(model, name=family)
+    assert target.bitwise
     prompts = [torch.randint(0, 131, (length,)).tolist() for length in (37, 5)]
     tokens_BN = torch.randint(0, 131, (2, len(TREE)))
 

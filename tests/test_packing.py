@@ -147,6 +147,45 @@ def test_our_own_kernel_refuses_what_it_would_read_wrong() -> None:
 
 
 @needs_blocked
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_no_tokens_and_empty_layers_are_no_matter() -> None:
+    product = packing.BlockedProduct(torch.randn(4096, 64), None)
+    for _ in range(20):
+        assert product.multiply(torch.empty(0, 64)).shape == (0, 4096)
+    empty = nn.Sequential(nn.Linear(4, 3), nn.Linear(0, 3), nn.Linear(4, 0))
+    assert pack(empty, packing.BlockedProduct) == 1
+
+
+@needs_blocked
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+def test_torchs_default_type_does_not_matter(default: torch.dtype) -> None:
+    weight, bias, x = torch.randn(40, 10), torch.randn(40), torch.randn(3, 10)
+    expected = nn.functional.linear(x, weight, bias)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = packing.BlockedProduct(weight, bias).multiply(x)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_llvm_torchs_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "llvm", None)
+    jit.has.cache_clear()
+    assert packing.product_class(torch.float32) in (packing.OneDnnProduct, None)
+    jit.has.cache_clear()
+
+
+def test_a_kernel_that_cannot_be_made_is_said_once_and_done_without() -> None:
+    def no_memory() -> None:
+        raise RuntimeError("no executable memory")
+
+    with pytest.warns(UserWarning, match="no CPU kernels of our own: no executable memory"):
+        assert not jit.compiles(no_memory)
+
+
+@needs_blocked
 def test_a_copied_product_lives_on_its_own() -> None:
     product = packing.BlockedProduct(torch.ones(40, 10), torch.ones(40))
     other = copy.deepcopy(product)

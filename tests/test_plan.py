@@ -1,6 +1,7 @@
 """What of a run is left to do, and what its folder holds."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specbench import plan
 from specbench.cluster import run
@@ -41,9 +43,9 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def finished(target: Path, prompts: Path, folder: Path) -> Path:
+def finished(target: Path, prompts: Path, folder: Path, **settings: Any) -> Path:
     """A folder with a whole run."""
-    run(plan.new(tiny_config(target, prompts, "ngram"), folder), use_ray=False)
+    run(plan.new(tiny_config(target, prompts, "ngram", **settings), folder), use_ray=False)
     return folder
 
 
@@ -116,6 +118,10 @@ def _other_knob(info: dict[str, Any]) -> None:
     info["methods"]["ngram"]["max_match"] = 99
 
 
+def _other_source(info: dict[str, Any]) -> None:
+    info["methods"]["ngram"]["source_sha256"] = "0" * 64
+
+
 def _other_prompts(info: dict[str, Any]) -> None:
     info["workloads"]["chat.jsonl"]["sha256"] = "0" * 64
 
@@ -126,8 +132,9 @@ def _other_prompts(info: dict[str, Any]) -> None:
         (_other_weights, "weights_sha256 was 0000"),
         (_other_commit, "provenance.commit was 0000"),
         (_other_torch, "packages.torch was 1.0"),
-        (_other_knob, "methods.ngram was .*'max_match': 99"),
-        (_other_prompts, "workloads.chat.jsonl was .*'sha256': '0000"),
+        (_other_knob, "methods.ngram.max_match was 99, is"),
+        (_other_source, "methods.ngram.source_sha256 was 0000"),
+        (_other_prompts, "workloads.chat.jsonl.sha256 was 0000"),
     ],
 )
 def test_a_run_on_something_else_is_not_gone_on_with(folder: Path, change: Any, named: str) -> None:
@@ -141,6 +148,20 @@ def test_a_run_on_something_else_is_not_gone_on_with(folder: Path, change: Any, 
         run(plan.resume(folder), use_ray=False)
     assert (folder / "run.json").read_text() == text
     assert len(inodes(folder, info["shards"])) == 2
+
+
+def test_without_ray_a_run_has_the_threads_of_one_of_rays_workers(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that either may go on with the other's run."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        folder = finished(target, prompts, tmp_path / "run", workers=4)
+    finally:
+        torch.set_num_threads(before)
+    assert read_info(folder)["provenance"]["threads_per_worker"] == 2
 
 
 def test_a_run_whose_prompts_are_cut_otherwise_is_not_gone_on_with(
@@ -238,7 +259,7 @@ def test_a_disk_that_fills_up_stops_the_run_in_one_line(
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     """It says that there is none."""
-    with pytest.raises(ValueError, match="holds no readable run"):
+    with pytest.raises(ValueError, match=r"holds no run: there is no run\.json in it"):
         plan.resume(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"schema": SCHEMA_VERSION, "shards": []}))
     with pytest.raises(ValueError, match="has no settings"):

@@ -200,7 +200,7 @@ def test_a_time_is_not_negative_and_made_a_token() -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no readable run"):
+    with pytest.raises(ValueError, match=r"holds no run: there is no run\.json"):
         read_run(tmp_path)
 
 

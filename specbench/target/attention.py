@@ -52,8 +52,13 @@ class _Notes:
 def note_extents(mask_B1NS: torch.Tensor, extents: Sequence[Extent]) -> None:
     """Notes on a mask how much of it is each row's own. The mask is the only thing that reaches
     the attention of every model."""
-    padded = any(extent.num_nodes < mask_B1NS.shape[2] for extent in extents)
-    notes = _Notes(tuple(extents), torch.tensor(extents), padded)
+    num_nodes, num_slots = mask_B1NS.shape[2:]
+    assert all(
+        extent.num_nodes <= num_nodes and extent.num_slots <= num_slots for extent in extents
+    )
+    padded = any(extent.num_nodes < num_nodes for extent in extents)
+    extents_B2 = torch.tensor(extents, dtype=torch.int64, device="cpu")
+    notes = _Notes(tuple(extents), extents_B2, padded)
     setattr(mask_B1NS, "notes", notes)  # noqa: B010 - mypy knows no attributes of tensors
 
 
@@ -120,24 +125,34 @@ def _has_kernel(
     mask_B1NS: torch.Tensor,
 ) -> bool:
     """Whether our own kernel can work on tensors like these."""
-    dtype, dim = query_BHND.dtype, query_BHND.shape[-1]
+    batch, heads, num_nodes, dim = query_BHND.shape
+    num_kv, num_slots = key_BKSD.shape[1:3]
+    dtype = query_BHND.dtype
     return (
         attention_kernel.available(dtype, dim)
         and key_BKSD.dtype == value_BKSD.dtype == mask_B1NS.dtype == dtype
-        and value_BKSD.shape == key_BKSD.shape
-        and value_BKSD.stride() == key_BKSD.stride()
-        and _is_padded(key_BKSD)
+        and key_BKSD.shape == value_BKSD.shape == (batch, num_kv, num_slots, dim)
+        and heads % num_kv == 0
+        and mask_B1NS.shape == (batch, 1, num_nodes, num_slots)
+        and key_BKSD.stride() == value_BKSD.stride()
         and query_BHND.stride(3) == mask_B1NS.stride(3) == 1
-        and mask_B1NS.shape[0] == len(query_BHND)
-        and not (torch.is_grad_enabled() and query_BHND.requires_grad)
+        and _is_padded(key_BKSD)
+        and _is_padded(value_BKSD)
+        and not (
+            torch.is_grad_enabled()
+            and (query_BHND.requires_grad or key_BKSD.requires_grad or value_BKSD.requires_grad)
+        )
     )
 
 
 def _is_padded(store_BKSD: torch.Tensor) -> bool:
     """Whether slots lie one behind the other, with memory up to the next multiple of 16 of them."""
-    _, head, slot, one = store_BKSD.stride()
-    _, _, num_slots, dim = store_BKSD.shape
-    return slot == dim and one == 1 and head >= (num_slots + 15) // 16 * 16 * dim
+    row, head, slot, one = store_BKSD.stride()
+    batch, num_kv, num_slots, dim = store_BKSD.shape
+    last = store_BKSD.storage_offset() + (batch - 1) * row + (num_kv - 1) * head
+    end = last + (num_slots + 15) // 16 * 16 * dim
+    room = store_BKSD.untyped_storage().nbytes() // store_BKSD.element_size()
+    return (slot, one) == (dim, 1) and end <= room
 
 
 def _attend(

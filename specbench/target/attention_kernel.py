@@ -11,7 +11,7 @@ Shapes: B rows, H query heads, K key-value heads, N nodes, S slots, D head dimen
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -44,7 +44,17 @@ _LEAST_EXPONENT = -87.0
 
 def available(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether there is a kernel for a type and head dimension on this CPU."""
-    return dtype in _FEATURES and head_dim % 32 == 0 and jit.available(_FEATURES[dtype])
+    return (
+        dtype in _FEATURES
+        and head_dim % 32 == 0
+        and jit.available(_FEATURES[dtype])
+        and _compiles(dtype, head_dim)
+    )
+
+
+@cache
+def _compiles(dtype: torch.dtype, head_dim: int) -> bool:
+    return jit.compiles(partial(_kernel, dtype, head_dim))
 
 
 def attend(
@@ -74,7 +84,8 @@ def attend(
     num_kv = key_BKSD.shape[1]
     new = query_BHND.new_zeros if padded else query_BHND.new_empty
     out_BNHD = new(batch, num_nodes, heads, dim)
-    scratch = torch.empty(_rows(dim) * (key_BKSD.shape[2] + _LANES))
+    num_scores = _rows(dim) * (key_BKSD.shape[2] + _LANES)
+    scratch = torch.empty(num_scores, dtype=torch.float32, device="cpu")
     size = query_BHND.element_size()
     row, head, node, _ = query_BHND.stride()
     _kernel(query_BHND.dtype, dim)(

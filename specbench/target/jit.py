@@ -3,17 +3,24 @@ written with. (By llvmlite; no compiler has to be there.)"""
 
 import ctypes
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from llvmlite import binding as llvm
+
+try:
+    from llvmlite import binding as llvm
+except (ImportError, OSError):
+    llvm = None
+
+from specbench.messages import in_one_line
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CTYPES = {"ptr": POINTER, "i64": INT, "float": FLOAT}
 # The code lives as long as its engine.
-_ENGINES: list[llvm.ExecutionEngine] = []
+_ENGINES: list[Any] = []
 
 
 def available(feature: str) -> bool:
@@ -24,10 +31,20 @@ def available(feature: str) -> bool:
 
 @cache
 def has(feature: str) -> bool:
-    """Whether this CPU has one of LLVM's features."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    """Whether there is LLVM, and this CPU has one of its features."""
+    if llvm is None or platform.machine() not in ("x86_64", "AMD64"):
         return False
     return bool(llvm.get_host_cpu_features().get(feature, False))
+
+
+def compiles(kernel: Callable[[], object]) -> bool:
+    """Whether a kernel can be made here; says so once if it cannot."""
+    try:
+        kernel()
+    except RuntimeError as error:
+        warnings.warn(f"no CPU kernels of our own: {in_one_line(error)}", stacklevel=2)
+        return False
+    return True
 
 
 class Code:

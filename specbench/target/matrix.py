@@ -13,7 +13,7 @@ Shapes: N tokens, i inputs, o outputs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -81,19 +81,25 @@ _TYPES = {
 
 def available(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for a type on this CPU."""
-    return dtype in _TYPES and jit.available(_TYPES[dtype].feature)
+    return dtype in _TYPES and jit.available(_TYPES[dtype].feature) and _compiles(dtype)
+
+
+@cache
+def _compiles(dtype: torch.dtype) -> bool:
+    return jit.compiles(partial(_kernel, dtype))
 
 
 class BlockedWeight:
     """A weight and bias laid out for the kernel.
 
     Args:
-        weight: [o, i], of a type that is `available`.
+        weight: [o, i], of a type that is `available`; neither o nor i is 0.
         bias: [o], if there is one; added in float32.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
+        assert weight.numel() > 0, "a weight without inputs or outputs has no blocks"
         group = _TYPES[weight.dtype].group
         padding = (0, -self.in_features % group, 0, -self.out_features % _COLUMNS)
         padded = nn.functional.pad(weight.detach(), padding)
@@ -101,7 +107,7 @@ class BlockedWeight:
         blocks = padded.view(num_blocks, _COLUMNS, num_groups, group).transpose(1, 2)
         # [blocks, groups, 32, inputs of a group]
         self.blocks = blocks.contiguous()
-        self.bias = torch.zeros(padded.shape[0])
+        self.bias = torch.zeros(padded.shape[0], dtype=torch.float32, device="cpu")
         if bias is not None:
             self.bias[: self.out_features] = bias.detach()
 
@@ -113,11 +119,11 @@ class BlockedWeight:
             gradient.
         """
         num_blocks, num_groups, _, group = self.blocks.shape
-        wanted = (self.in_features, self.blocks.dtype)
-        if (x_Ni.shape[1], x_Ni.dtype) != wanted:
+        given = (x_Ni.shape[1], x_Ni.dtype, x_Ni.device.type)
+        if given != (self.in_features, self.blocks.dtype, "cpu"):
             raise RuntimeError(
-                f"the input of a packed layer is {x_Ni.shape[1]} wide, {x_Ni.dtype}; it takes "
-                f"{wanted[0]}, {wanted[1]}"
+                "the input of a packed layer is {} wide, {}, on {}; ".format(*given)
+                + f"it takes {self.in_features}, {self.blocks.dtype}, on cpu"
             )
         if x_Ni.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("no gradient goes through a packed layer; load with pack=False")
@@ -125,6 +131,8 @@ class BlockedWeight:
             x_Ni = nn.functional.pad(x_Ni, (0, num_groups * group - self.in_features))
         x_Ni = x_Ni.contiguous()
         out_No = x_Ni.new_empty(x_Ni.shape[0], len(self.bias))
+        if not len(x_Ni):
+            return out_No[:, : self.out_features]
         _kernel(x_Ni.dtype)(
             self.blocks.data_ptr(),
             self.bias.data_ptr(),

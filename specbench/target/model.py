@@ -105,6 +105,8 @@ class Target:
         self.fingerprint = fingerprint(model)
         self.eos_ids = _eos_ids(model)
         self.num_forwards = 0
+        self.bitwise = False
+        """Whether the probe's nodes were scored to the bit as if each came alone."""
         try:
             self._mask_kinds = mask_kinds(self.config)
         except ValueError as error:
@@ -292,6 +294,7 @@ class Target:
             own = (
                 self.model(input_ids=branch.to(self.device), use_cache=False).logits[0, 2:].float()
             )
+            self.bitwise = self._scores_alone(branch[:, 2:], out.logits_BMV[0, [0, 2, 3]])
         except (
             TypeError,
             AttributeError,
@@ -325,6 +328,19 @@ class Target:
                 f"alone (by {difference:.2g}): its positions or masks cannot be given from outside"
             )
         self.num_forwards = 0
+
+    def _scores_alone(self, branch_1N: torch.Tensor, logits_NV: torch.Tensor) -> bool:
+        """Whether the tokens of the probe's branch have the same logits, to the bit, when they come
+        one by one."""
+        cache = self.new_cache(1, 16)
+        cache.add_row()
+        self.prefill([token % self.vocab_size for token in _PROBE[:2]], cache, 0)
+        for i, expected_V in enumerate(logits_NV):
+            alone = self.forward(branch_1N[:, i : i + 1], [Tree.chain(0)], cache)
+            cache.commit(0, [0])
+            if not torch.equal(alone.logits_BMV[0, 0], expected_V):
+                return False
+        return True
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -172,7 +172,7 @@ class PackedLinear(nn.Module):
 
 def _fuse(parent: nn.Module, names: tuple[str, ...], make: Callable[..., Product]) -> bool:
     layers = [getattr(parent, name, None) for name in names]
-    linears = [layer for layer in layers if type(layer) is nn.Linear]
+    linears = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.numel()]
     if len(linears) != len(names) or len({layer.in_features for layer in linears}) > 1:
         return False
     biases: list[torch.Tensor] = [layer.bias for layer in linears if layer.bias is not None]
@@ -207,7 +207,7 @@ def pack(model: nn.Module, make: Callable[..., Product]) -> int:
             if _fuse(parent, names, make):
                 count += len(names)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.weight.numel():
                 setattr(parent, name, PackedLinear(make(child.weight, child.bias)))
                 count += 1
     return count
