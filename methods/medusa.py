@@ -63,7 +63,9 @@ class Medusa(Method):
         self.heads, self.tree = load_heads(self.weights, target)
         if config.tree:
             self.tree = RankTree.parse(config.tree)
-        _check_tree(self.tree, self.heads.num_heads, self._vocab_size)
+            _check_tree(self.tree, self.heads.num_heads, self._vocab_size)
+        else:
+            self.tree = self.tree.with_ranks(self._vocab_size)
         self._num_bytes = sum(p.numel() * p.element_size() for p in self.heads.parameters())
         make = packing.product_class(target.dtype) if target.device.type == "cpu" else None
         if make is not None:

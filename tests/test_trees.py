@@ -124,3 +124,9 @@ def test_a_tree_from_counts_holds_the_paths_that_were_seen_most() -> None:
 def test_what_is_no_tree_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         RankTree.parse(text)
+
+
+def test_a_tree_with_fewer_ranks_keeps_the_nodes_that_need_no_more() -> None:
+    tree = RankTree([(0,), (1,), (0, 2), (1, 0), (0, 2, 0), (1, 0, 1)])
+    assert tree.with_ranks(2).paths == ((0,), (1,), (1, 0), (1, 0, 1))
+    assert tree.with_ranks(3).paths == tree.paths

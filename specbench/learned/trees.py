@@ -62,6 +62,10 @@ class RankTree:
         """How many guesses a node must offer at most."""
         return max(map(max, self.paths), default=-1) + 1
 
+    def with_ranks(self, num_ranks: int) -> "RankTree":
+        """The nodes whose ranks, and those of the nodes before them, are below a number."""
+        return RankTree(path for path in self.paths if max(path) < num_ranks)
+
     def within(self, depth: int, nodes: int, by_level: bool = False) -> RankedTree:
         """The most worthy nodes within a budget; made once for each.
 
