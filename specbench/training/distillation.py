@@ -13,7 +13,7 @@ import torch
 from specbench.learned.vocabulary import DraftVocabulary, frozen_head
 from specbench.target import Target
 from specbench.training.losses import DraftTargets
-from specbench.training.recipe import Options, Recipe, Sequences, draft_vocabulary
+from specbench.training.recipe import DRAFT_VOCABULARY, Options, Recipe, Sequences, draft_vocabulary
 
 
 class Distillation(Recipe):
@@ -23,13 +23,12 @@ class Distillation(Recipe):
     The whole head is taken where the draft vocabulary is as large as the target's.
     """
 
-    default_vocab: ClassVar[int] = 16384
     variation: ClassVar[float] = 0.0
     """The weight of the total variation beside the cross entropy."""
 
     def __init__(self, target: Target, options: Options) -> None:
         super().__init__(target, options)
-        ids_D = draft_vocabulary(options.token_counts, options.vocab or self.default_vocab)
+        ids_D = draft_vocabulary(options.token_counts, options.vocab or DRAFT_VOCABULARY)
         ids_D = ids_D.to(target.device)
         reduced = len(ids_D) < target.vocab_size
         self.vocabulary = DraftVocabulary(ids_D, target.vocab_size) if reduced else None

@@ -18,9 +18,8 @@ from specbench.learned.eagle_files import save_eagle
 from specbench.learned.layers import DraftAttention, Rotations
 from specbench.target import Target
 from specbench.training.losses import DraftTargets
-from specbench.training.recipe import Options, Recipe, Sequences, draft_vocabulary
+from specbench.training.recipe import DRAFT_VOCABULARY, Options, Recipe, Sequences, draft_vocabulary
 
-_VOCAB = 16384
 _UNROLL = 5
 _DECAY = 0.8
 
@@ -36,7 +35,7 @@ class EagleRecipe(Recipe):
 
     def __init__(self, target: Target, options: Options) -> None:
         super().__init__(target, options)
-        ids_D = draft_vocabulary(options.token_counts, options.vocab or _VOCAB)
+        ids_D = draft_vocabulary(options.token_counts, options.vocab or DRAFT_VOCABULARY)
         shape = EagleShape(
             config=like_target(target),
             taps=usual_taps(target.num_layers),

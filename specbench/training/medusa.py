@@ -15,10 +15,10 @@ from specbench.learned.medusa import MedusaHeads, save_heads
 from specbench.learned.trees import RankTree
 from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, Target
-from specbench.training.recipe import Options, Recipe, Sequences, draft_vocabulary
+from specbench.training.losses import mean_of
+from specbench.training.recipe import DRAFT_VOCABULARY, Options, Recipe, Sequences, draft_vocabulary
 
 _NUM_HEADS = 4
-_VOCAB = 16384
 _NUM_RANKS = 16
 _TREE_NODES = 128
 _DECAY = 0.8
@@ -39,7 +39,9 @@ class MedusaRecipe(Recipe):
 
     def __init__(self, target: Target, options: Options) -> None:
         super().__init__(target, options)
-        ids_D = draft_vocabulary(options.token_counts, options.vocab or _VOCAB).to(target.device)
+        ids_D = draft_vocabulary(options.token_counts, options.vocab or DRAFT_VOCABULARY).to(
+            target.device
+        )
         self.module = MedusaHeads(
             target.hidden_size, options.unroll or _NUM_HEADS, options.num_layers or 1
         ).to(target.device)
@@ -64,10 +66,10 @@ class MedusaRecipe(Recipe):
             past_M = (last_M - 1 - head).clamp_min(0)
             logits_MD = heads.logits(head, hidden_BTh[row_M, past_M].float()).float()
             loss_M = F.cross_entropy(logits_MD, p_MD, reduction="none")
-            total = total + _DECAY**head * _mean(loss_M, has_past_M & self.is_drafted_V[token_M])
+            total = total + _DECAY**head * mean_of(loss_M, has_past_M & self.is_drafted_V[token_M])
             weights += _DECAY**head
             guess_M = heads.ids_D[logits_MD.detach().argmax(-1)]
-            shown[f"acc{head + 1}"] = _mean(guess_M == token_M, has_past_M)
+            shown[f"acc{head + 1}"] = mean_of(guess_M == token_M, has_past_M)
         return total / weights, shown
 
     def calibrate(self, batches: Iterable[Sequences]) -> None:
@@ -134,8 +136,3 @@ def rank_accuracy(ranks_MK: torch.Tensor) -> list[list[float]]:
         share_R = counts_R[:_NUM_RANKS] / counts_R.sum().clamp_min(1)
         accuracy.append([round(share, 5) for share in share_R.tolist()])
     return accuracy
-
-
-def _mean(values_M: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
-    """The mean of those that count; 0 if none does."""
-    return (values_M * counts_M).sum() / counts_M.sum().clamp_min(1)

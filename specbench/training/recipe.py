@@ -16,6 +16,9 @@ from torch import nn
 
 from specbench.target import Target
 
+DRAFT_VOCABULARY = 16384
+"""Tokens that a reduced head may draft, if the user does not say."""
+
 
 @dataclass(frozen=True)
 class Sequences:
