@@ -19,6 +19,7 @@ def new_recipe() -> EagleRecipe:
     target = looping_target()
     counts = torch.ones(target.vocab_size, dtype=torch.long)
     recipe = EagleRecipe(target, Options(vocab=70, token_counts=counts, unroll=UNROLL))
+    recipe.stride = 1
     torch.manual_seed(5)
     for parameter in recipe.module.parameters():
         if parameter.requires_grad and parameter.dim() > 1:
@@ -58,12 +59,25 @@ def drafted_outputs(head: EagleHead, batch: Sequences, row: int, entry: int) -> 
 def test_the_unrolled_head_computes_what_it_does_when_it_drafts(entry: int) -> None:
     recipe = new_recipe()
     batch = batch_of(recipe)
-    unrolled = [out.detach() for out in recipe.steps(batch)]
+    unrolled = [out.detach() for _, out in recipe.steps(batch)]
     assert len(unrolled) == UNROLL
     for row in range(3):
         expected = drafted_outputs(recipe.module, batch, row, entry)
         for step, out in enumerate(expected):
             torch.testing.assert_close(unrolled[step][row, entry], out, atol=1e-4, rtol=1e-4)
+
+
+def test_later_steps_run_some_entries_as_if_all_ran() -> None:
+    recipe = new_recipe()
+    batch = batch_of(recipe)
+    every = [out for _, out in recipe.steps(batch)]
+    recipe.stride, seen = 3, set()
+    for _ in range(3):
+        recipe.loss(batch)
+        for step, (entries, out) in enumerate(recipe.steps(batch)):
+            torch.testing.assert_close(out, every[step][:, entries], atol=1e-5, rtol=1e-4)
+        seen |= set(entries.tolist())
+    assert seen == set(range(every[0].shape[1]))
 
 
 def test_the_loss_asks_for_the_tokens_that_follow() -> None:
@@ -72,7 +86,7 @@ def test_the_loss_asks_for_the_tokens_that_follow() -> None:
     batch = batch_of(recipe)
     _, shown = recipe.loss(batch)
     ids = recipe.module.d2t + torch.arange(70)
-    outs = list(recipe.steps(batch))
+    outs = [out for _, out in recipe.steps(batch)]
     for step, out in enumerate(outs):
         right = total = 0
         for row in range(3):
@@ -88,7 +102,7 @@ def test_the_loss_asks_for_the_tokens_that_follow() -> None:
 def test_soft_targets_are_the_targets_own_distributions() -> None:
     recipe = new_recipe()
     batch = batch_of(recipe)
-    found = recipe.targets.at(batch, 2, batch.tokens_BT.shape[1] - 1)
+    found = recipe.targets.of(batch).at(torch.arange(batch.tokens_BT.shape[1] - 1) + 3)
     head_Vh = head_rows(recipe.target)
     ids = recipe.module.d2t + torch.arange(70)
     for m in range(0, len(found.row_M), 7):

@@ -43,7 +43,8 @@ class Distillation(Recipe):
     def loss(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss of a token, and ``acc1``: the share of all written tokens that the
         likeliest guess gets right, also those that the drafter cannot draft."""
-        found = self.targets.at(batch, 0, batch.tokens_BT.shape[1] - 1)
+        positions_E = torch.arange(1, batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+        found = self.targets.of(batch).at(positions_E)
         logits_MD = self.head(self.hidden(batch)[found.row_M, found.entry_M])
         return found.loss(logits_MD, self.variation), {"acc1": found.accuracy(logits_MD)}
 

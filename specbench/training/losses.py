@@ -16,7 +16,7 @@ from specbench.training.recipe import Sequences
 
 @dataclass(frozen=True)
 class Predictions:
-    """The predictions of a batch that count, and what they should be.
+    """The predictions of a batch that count, M of them, and what they should be.
 
     Args:
         row_M, entry_M: where they are made.
@@ -41,7 +41,9 @@ class Predictions:
 
     def accuracy(self, logits_MD: torch.Tensor) -> torch.Tensor:
         """The share of likeliest tokens that are those that the target wrote."""
-        right_M = logits_MD.detach().argmax(-1) == self.best_M
+        logits_MD = logits_MD.detach()
+        best_M = logits_MD.gather(-1, self.best_M[:, None].clamp_min(0))[:, 0]
+        right_M = (best_M >= logits_MD.amax(-1)) & (self.best_M >= 0)
         return mean_of(right_M.float(), torch.ones_like(right_M))
 
 
@@ -61,18 +63,41 @@ class DraftTargets:
         self.index_V[ids_D.to(target.device)] = torch.arange(len(ids_D), device=target.device)
 
     @torch.no_grad()
-    def at(self, batch: Sequences, ahead: int, num_entries: int) -> Predictions:
-        """What entries 0, 1, ... should say of the token ``ahead`` + 1 places after their own
-        position: the target's distribution after the token before it.
-
-        Only where the target wrote that token.
-        """
-        written_BT = batch.written_BT[:, ahead + 1 : ahead + 1 + num_entries]
-        row_M, entry_M = written_BT.nonzero(as_tuple=True)
-        hidden_Mh = batch.hidden[FINAL][row_M, entry_M + ahead].to(self.head.weight.dtype)
+    def of(self, batch: Sequences) -> "Wanted":
+        """What the target says of every token that it wrote."""
+        written_BT = batch.written_BT[:, 1:]
+        row_M, last_M = written_BT.nonzero(as_tuple=True)
+        hidden_Mh = batch.hidden[FINAL][row_M, last_M].to(self.head.weight.dtype)
+        place_BT = torch.full_like(batch.tokens_BT, -1)
+        place_BT[row_M, last_M + 1] = torch.arange(len(row_M), device=row_M.device)
+        token_M = batch.tokens_BT[row_M, last_M + 1]
         p_MD = self.head(hidden_Mh).float().softmax(-1)
-        token_M = batch.tokens_BT[row_M, entry_M + ahead + 1]
-        return Predictions(row_M, entry_M, p_MD, self.index_V[token_M])
+        return Wanted(place_BT, p_MD, self.index_V[token_M])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The target's distribution at each of the M tokens that it wrote, and the token.
+
+    Args:
+        place_BT: which of them stands at a position; -1 for none.
+        p_MD: renormalised over the draft vocabulary.
+        best_M: the index of the token in it, -1 for one that is not drafted.
+    """
+
+    place_BT: torch.Tensor
+    p_MD: torch.Tensor
+    best_M: torch.Tensor
+
+    def at(self, positions_E: torch.Tensor) -> Predictions:
+        """What entries 0, 1, ... should say of the tokens at these positions; positions beyond the
+        end do not count."""
+        place_BE = F.pad(self.place_BT, (0, 1), value=-1)[
+            :, positions_E.clamp_max(self.place_BT.shape[1])
+        ]
+        row_K, entry_K = (place_BE >= 0).nonzero(as_tuple=True)
+        place_K = place_BE[row_K, entry_K]
+        return Predictions(row_K, entry_K, self.p_MD[place_K], self.best_M[place_K])
 
 
 def mean_of(values_M: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from specbench.learned.medusa import MedusaHeads, save_heads
 from specbench.learned.trees import RankTree
 from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, Target
-from specbench.training.losses import mean_of
+from specbench.training.losses import DraftTargets
 from specbench.training.recipe import DRAFT_VOCABULARY, Options, Recipe, Sequences, draft_vocabulary
 
 _NUM_HEADS = 4
@@ -46,30 +46,23 @@ class MedusaRecipe(Recipe):
             target.hidden_size, options.unroll or _NUM_HEADS, options.num_layers or 1
         ).to(target.device)
         self.module.ids_D = ids_D
-        self.rows = self.module.lm_head = frozen_head(target, ids_D, torch.float32)
-        self.is_drafted_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
-        self.is_drafted_V[ids_D] = True
+        self.module.lm_head = frozen_head(target, ids_D, torch.float32)
+        self.targets = DraftTargets(target, ids_D)
         self.calibration: dict[str, Any] = {}
 
     def loss(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The weighted mean over heads, in nats, and each head's share of right first guesses."""
-        heads, hidden_BTh = self.module, batch.hidden[FINAL]
-        assert heads.ids_D is not None
-        # The hidden states [row_M, last_M] are those that the target wrote the next token from.
-        row_M, last_M = batch.written_BT[:, 1:].nonzero(as_tuple=True)
-        token_M = batch.tokens_BT[row_M, last_M + 1]
-        with torch.no_grad():
-            p_MD = self.rows(hidden_BTh[row_M, last_M].float()).float().softmax(-1)
-        total, weights, shown = p_MD.new_zeros(()), 0.0, {}
-        for head in range(heads.num_heads):
-            has_past_M = last_M > head
-            past_M = (last_M - 1 - head).clamp_min(0)
-            logits_MD = heads.logits(head, hidden_BTh[row_M, past_M].float()).float()
-            loss_M = F.cross_entropy(logits_MD, p_MD, reduction="none")
-            total = total + _DECAY**head * mean_of(loss_M, has_past_M & self.is_drafted_V[token_M])
+        hidden_BTh, wanted = batch.hidden[FINAL], self.targets.of(batch)
+        position_T = torch.arange(hidden_BTh.shape[1], device=hidden_BTh.device)
+        total, weights, shown = torch.zeros((), device=hidden_BTh.device), 0.0, {}
+        for head in range(self.module.num_heads):
+            # The target's own head says the next token, the first of these the one after that.
+            found = wanted.at(position_T + 2 + head)
+            hidden_Mh = hidden_BTh[found.row_M, found.entry_M].float()
+            logits_MD = self.module.logits(head, hidden_Mh)
+            total = total + _DECAY**head * found.loss(logits_MD)
             weights += _DECAY**head
-            guess_M = heads.ids_D[logits_MD.detach().argmax(-1)]
-            shown[f"acc{head + 1}"] = mean_of(guess_M == token_M, has_past_M)
+            shown[f"acc{head + 1}"] = found.accuracy(logits_MD)
         return total / weights, shown
 
     def calibrate(self, batches: Iterable[Sequences]) -> None:

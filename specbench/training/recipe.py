@@ -16,7 +16,7 @@ from torch import nn
 
 from specbench.target import Target
 
-DRAFT_VOCABULARY = 16384
+DRAFT_VOCABULARY = 12288
 """Tokens that a reduced head may draft, if the user does not say."""
 
 

@@ -36,6 +36,8 @@ _WARM_UP = 0.03
 _LEAST_RATE = 0.05
 _CLIP = 1.0
 _SAVE_EVERY_S = 120.0
+_WINDOW = 64
+"""Sequences that are sorted by length together."""
 _CALIBRATED = 40
 """Held-out sequences that a recipe is calibrated on."""
 _EVALUATED_PROMPTS, _EVALUATED_TOKENS = 2, 48
@@ -118,7 +120,7 @@ class Progress:
     """Written tokens that were learned from, those of repeated sequences each time."""
     epoch: int = 0
     place: int = 0
-    """Of the next sequence in this epoch's order."""
+    """Of the next batch in this epoch's order."""
     tau: dict[str, float] = field(default_factory=dict)
     """By kind of workload, as last evaluated."""
 
@@ -246,24 +248,35 @@ class Trainer:
         self._show(shown)
 
     def _batches(self, corpus: Corpus) -> Iterator[list[int]]:
-        """Indices of sequences for one update after another, without end; each epoch in an order of
-        its own."""
-        indices = corpus.indices(held_out=False)
-        if not indices:
+        """Indices of sequences for one update after another, without end."""
+        if not corpus.indices(held_out=False):
             raise ValueError("the corpus has no sequence to train on; ask for more --tokens")
         progress = self.progress
         while True:
-            order = random.Random(f"{self.config.seed} {progress.epoch}").sample(
-                indices, len(indices)
-            )
-            while progress.place < len(order):
-                batch, size = list[int](), 0
-                while progress.place < len(order) and size < self.config.batch_tokens:
-                    batch.append(order[progress.place])
-                    size += len(corpus.sequences[batch[-1]].tokens)
-                    progress.place += 1
-                yield batch
+            batches = self._epoch(corpus)
+            while progress.place < len(batches):
+                progress.place += 1
+                yield batches[progress.place - 1]
             progress.epoch, progress.place = progress.epoch + 1, 0
+
+    def _epoch(self, corpus: Corpus) -> list[list[int]]:
+        """All sequences to train on once, in an order of the epoch's own; those of like length
+        stand together, so that little is padded."""
+        shuffle = random.Random(f"{self.config.seed} {self.progress.epoch}")
+        indices = corpus.indices(held_out=False)
+        shuffle.shuffle(indices)
+        batches = []
+        for begin in range(0, len(indices), _WINDOW):
+            size = self.config.batch_tokens
+            lengths = {i: len(corpus.sequences[i].tokens) for i in indices[begin : begin + _WINDOW]}
+            for index in sorted(lengths, key=lengths.__getitem__):
+                if size >= self.config.batch_tokens:
+                    batches.append(list[int]())
+                    size = 0
+                batches[-1].append(index)
+                size += lengths[index]
+        shuffle.shuffle(batches)
+        return batches
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.target.dtype == torch.float32:
