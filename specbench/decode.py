@@ -61,6 +61,8 @@ class Decoder:
         max_rows: rows that can be decoded together.
         lap: called at the end of each phase with its name: ``prefill``, ``draft``, ``forward``,
         ``bookkeeping``.
+        share_prefixes: a prompt's first tokens are copied from a row that begins alike, where the
+            method reads no hidden states; for throughput, not for what is measured.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Decoder:
         sampling: Sampling,
         max_rows: int = 1,
         lap: Callable[[str], None] = lambda phase: None,
+        share_prefixes: bool = False,
     ) -> None:
         self.target, self.method, self.controller = target, method, controller
+        self.share_prefixes = share_prefixes and not method.taps
         self.sampling, self.max_rows, self.lap = sampling, max_rows, lap
         self.cache = target.new_cache(max_rows)
         self.rows: list[Row] = []
@@ -97,12 +101,22 @@ class Decoder:
         rows = [Row(request, list(request.prompt)) for request in requests]
         taps = []
         for row in rows:
-            index = self.cache.add_row()
-            taps.append(self.target.prefill(row.tokens[:-1], self.cache, index, self.method.taps))
-        self.rows += rows
+            index, tokens = self.cache.add_row(), row.tokens[:-1]
+            known = self._copy_prefix(tokens, index) if self.share_prefixes else 0
+            taps.append(self.target.prefill(tokens[known:], self.cache, index, self.method.taps))
+            self.rows.append(row)
         self.method.start(rows, taps)
         self.lap("prefill")
         return rows
+
+    def _copy_prefix(self, tokens: Sequence[int], index: int) -> int:
+        """Copies to a new row of the cache what the row most like it has of the same first tokens,
+        and returns how many they are."""
+        shared = [_num_shared(tokens, row.request.prompt[:-1]) for row in self.rows]
+        longest = max(shared, default=0)
+        if longest:
+            self.cache.copy(shared.index(longest), index, longest)
+        return longest
 
     def step(self) -> list[Row]:
         """One round for all rows.
@@ -180,6 +194,11 @@ class Decoder:
             self.cache.keep(kept)
             self.method.keep(kept)
         return done
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 def _count(tree: Tree, walk: Walk, ending: Cut) -> Step:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from specbench.sampling import Sampling, draw, position_key, warp
+from specbench.sampling import Sampling, draw, likeliest_token, position_key, warp
 from specbench.target import KVCache, Resume, Target
 from specbench.tree import Tree
 
@@ -132,7 +132,7 @@ class Drawer:
         """
         if self.sampling.greedy:
             if num_children == 1:
-                return Draws([int(logits_V.argmax())], None)
+                return Draws(likeliest_token(logits_V[None]).tolist(), None)
             return Draws(logits_V.topk(min(num_children, len(logits_V))).indices.tolist(), None)
         logq_V = warp(logits_V[None], self.sampling)[0]
         coupled = self.sampling.rule == "coupled"

@@ -154,6 +154,15 @@ def gumbel(keys: Sequence[int], ids_I: torch.Tensor) -> torch.Tensor:
     return noise_MI
 
 
+def likeliest_token(logits_MV: torch.Tensor) -> torch.Tensor:
+    """The index [M] of each row's largest value, of equal ones the first."""
+    if not _on_cpu(logits_MV):
+        return logits_MV.argmax(-1)
+    # torch's own is ten times slower. NumPy knows no bfloat16.
+    wide_MV = logits_MV if logits_MV.dtype == torch.float64 else logits_MV.float()
+    return torch.from_numpy(_array(wide_MV).argmax(-1))
+
+
 def draw(logp_V: torch.Tensor, key: int, num_draws: int = 1) -> torch.Tensor:
     """Ids drawn without replacement by Gumbel top-k (Kool et al. 2019), in drawing order; fewer if
     fewer have mass.
@@ -167,8 +176,7 @@ def draw(logp_V: torch.Tensor, key: int, num_draws: int = 1) -> torch.Tensor:
     noisy_I = gumbel([key], ids_I)[0] + logp_V.index_select(0, ids_I)
     if num_draws > 1:
         return ids_I[noisy_I.topk(min(num_draws, len(ids_I))).indices]
-    best = _array(noisy_I).argmax() if _on_cpu(noisy_I) else noisy_I.argmax()
-    return ids_I[best][None]
+    return ids_I[likeliest_token(noisy_I[None])]
 
 
 def choose(logp_MV: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
@@ -178,7 +186,7 @@ def choose(logp_MV: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
         return torch.cat([draw(logp_V, key) for logp_V, key in zip(logp_MV, keys, strict=True)])
     ids_V = torch.arange(logp_MV.shape[-1], device=logp_MV.device)
     noisy_MV = logp_MV + gumbel(keys, ids_V)
-    return noisy_MV.masked_fill(logp_MV <= _LEAST_LOGP, -math.inf).argmax(-1)
+    return likeliest_token(noisy_MV.masked_fill(logp_MV <= _LEAST_LOGP, -math.inf))
 
 
 def _signed(value: int) -> int:

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import torch
 
 from specbench.method import Proposal, Row, Typical
-from specbench.sampling import NO_MASS, Sampling, choose, position_key, uniform, warp
+from specbench.sampling import (
+    NO_MASS,
+    Sampling,
+    choose,
+    likeliest_token,
+    position_key,
+    uniform,
+    warp,
+)
 from specbench.tree import Tree
 
 # Nodes worked on together on an accelerator: with 128k tokens, float64 noise takes 256 MiB.
@@ -177,7 +185,7 @@ class _Judge:
     def _choices(self, places: Sequence[_Place]) -> list[int]:
         """The target's own tokens after the nodes."""
         if self.sampling.greedy:
-            chosen_M = self._logits(places).argmax(-1)
+            chosen_M = likeliest_token(self._logits(places))
         else:
             chosen_M = choose(self._logp(places), self._keys(places, "target"))
         return [int(token) for token in chosen_M.tolist()]

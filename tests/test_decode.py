@@ -333,6 +333,32 @@ def test_rows_that_join_and_leave_between_steps_do_not_change_each_other(max_row
     assert len({len(row.steps) for row in rows}) > 2
 
 
+@torch.inference_mode()
+def test_first_tokens_that_prompts_share_run_once() -> None:
+    longest = list(range(10, 60))
+    prompts = [longest, longest[:30] + [3, 4, 5], longest[:31], [7, *longest], longest]
+    requests = [make_request(ids, 6 + i, name=str(i)) for i, ids in enumerate(prompts)]
+    script = {request.id: reference(target(), request) for request in requests}
+    method = Scripted(target(), script)
+    method.taps = ()
+    decoder = Decoder(target(), method, Fixed(2, 4), Sampling(), 4, share_prefixes=True)
+    ran: list[int] = []
+    prefill = target().prefill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            decoder.target,
+            "prefill",
+            lambda tokens, *rest: [ran.append(len(tokens)), prefill(tokens, *rest)][1],
+        )
+        rows = decoder.join(requests[:4])
+        while decoder.rows:
+            decoder.step()
+            if len(rows) == 4 and decoder.num_free:
+                rows += decoder.join(requests[4:])
+    assert [row.output for row in rows] == list(script.values())
+    assert ran == [49, 2, 0, 50, 19]  # the row with all 49 has left
+
+
 class _Logging(Scripted):
     """Writes down what it is told."""
 

@@ -28,6 +28,7 @@ from specbench.sampling import (
     choose,
     draw,
     gumbel,
+    likeliest_token,
     position_key,
     request_key,
     uniform,
@@ -207,6 +208,18 @@ def test_numbers_are_the_same_in_another_process() -> None:
 def test_gumbel_noise_has_its_law() -> None:
     noise = gumbel(keys_of(100), torch.arange(1000)).numpy().ravel()
     assert scipy.stats.kstest(noise, "gumbel_r").pvalue > LEVEL
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_of_equal_values_the_first_is_the_likeliest(dtype: torch.dtype) -> None:
+    values = torch.randn(40, 1000).to(dtype)
+    values[:, 300] = values[:, 700] = 9.0
+    assert likeliest_token(values).tolist() == [300] * 40
+    values[:, 800] = 10.0
+    assert likeliest_token(values).tolist() == [800] * 40
+    if dtype == torch.float64:
+        values[:, 100] = 10.0 + 1e-12
+        assert likeliest_token(values).tolist() == [100] * 40
 
 
 def test_draws_have_the_given_probabilities() -> None:

@@ -150,6 +150,13 @@ class KVCache(Cache):
         self.lengths[row] = length + len(path)
 
     @torch.inference_mode()
+    def copy(self, row: int, to: int, num_tokens: int) -> None:
+        """Gives an empty row the first tokens of another."""
+        for store in self._stores():
+            store[to, :, :num_tokens] = store[row, :, :num_tokens]
+        self.lengths[to] = num_tokens
+
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in ascending order, and closes the gaps: the i-th kept row becomes row
         i."""

@@ -28,7 +28,7 @@ DRAWN = Sampling(temperature=0.8, top_p=0.95)
 _INVENTING = Sampling(temperature=1.0, top_p=0.95)
 _LONGEST_PROMPT = 192
 _FILE = "sequences.jsonl"
-_CHUNK = 64
+_CHUNK = 256
 """Prompts that are asked, and filed, together."""
 _HELD_OUT = 20
 """Every 20th sequence is kept out of training."""
@@ -151,7 +151,15 @@ class Writer:
     def answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Row]:
         """Decodes requests to their ends, in the order in which they end."""
         method = self._method(self.target, self._method.Config())
-        decoder = Decoder(self.target, method, Fixed(0, 0), sampling, self.batch_size, self._lap)
+        decoder = Decoder(
+            self.target,
+            method,
+            Fixed(0, 0),
+            sampling,
+            self.batch_size,
+            self._lap,
+            share_prefixes=True,
+        )
         waiting, done = list(requests), list[Row]()
         self._last = begin = time.perf_counter()
         while waiting or decoder.rows:
@@ -215,7 +223,7 @@ def write(
     """Has the target answer prompts until the corpus holds so many tokens of answers.
 
     Args:
-        corpus: grows, by all answers to 64 prompts at a time.
+        corpus: grows, by all answers to 256 prompts at a time.
         writer: of the target.
         prompts: what is asked, in turn; None: what the target invents.
         evaluated: what must not be asked.

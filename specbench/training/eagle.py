@@ -47,7 +47,7 @@ class EagleRecipe(Recipe):
         self.module = EagleHead(shape, target, ids_D).float().to(target.device)
         self.targets = DraftTargets(target, ids_D)
         self.unroll = options.unroll or _UNROLL
-        self.stride, self.offset = _STRIDE, 0
+        self.stride = _STRIDE
         _initialise(self.module, target)
 
     def needed_taps(self) -> tuple[int, ...]:
@@ -56,7 +56,6 @@ class EagleRecipe(Recipe):
 
     def loss(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The weighted mean over steps of the cross entropy, in nats."""
-        self.offset = (self.offset + 1) % self.stride
         wanted = self.targets.of(batch)
         total, weights, shown = torch.zeros((), device=batch.tokens_BT.device), 0.0, {}
         for step, (entries_E, out_BEh) in enumerate(self.steps(batch)):
@@ -83,7 +82,9 @@ class EagleRecipe(Recipe):
         out_BEh = head.fuse({tap: batch.hidden[tap][:, :-1] for tap in head.shape.taps})
         for step in range(self.unroll):
             if step == 1:
-                kept = slice(self.offset, None, self.stride)
+                # Which ones must not depend on what was trained before, or a run that was cut would
+                # not go on as it would have.
+                kept = slice(tokens_BT.numel() % self.stride, None, self.stride)
                 entries_E, out_BEh = entries_E[kept], out_BEh[:, kept]
             embeds_BEh = head.embed(_following(tokens_BT, entries_E + 1 + step))
             rotations = head.rotations((entries_E + step)[None], num_entries + self.unroll)

@@ -74,7 +74,7 @@ class TrainConfig:
     tokens: int = 300_000
     minutes: float = 60.0
     max_new_tokens: int = 128
-    batch_size: int = 32
+    batch_size: int = 64
     batch_tokens: int = 768
     learning_rate: float = 0.0
     vocab: int = 0
