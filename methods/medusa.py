@@ -67,9 +67,7 @@ class Medusa(Method):
         else:
             self.tree = self.tree.with_ranks(self._vocab_size)
         self._num_bytes = sum(p.numel() * p.element_size() for p in self.heads.parameters())
-        make = packing.product_class(target.dtype) if target.device.type == "cpu" else None
-        if make is not None:
-            packing.pack(self.heads, make)
+        packing.pack_for(self.heads, target.dtype, target.device)
         if config.typical:
             self.typical = Typical(epsilon=config.epsilon, delta=config.delta)
         self.hidden: list[torch.Tensor | None] = []

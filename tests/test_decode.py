@@ -336,7 +336,7 @@ def test_rows_that_join_and_leave_between_steps_do_not_change_each_other(max_row
 @torch.inference_mode()
 def test_first_tokens_that_prompts_share_run_once() -> None:
     longest = list(range(10, 60))
-    prompts = [longest, longest[:30] + [3, 4, 5], longest[:31], [7, *longest], longest]
+    prompts = [longest, [*longest[:30], 3, 4, 5], longest[:31], [7, *longest], longest]
     requests = [make_request(ids, 6 + i, name=str(i)) for i, ids in enumerate(prompts)]
     script = {request.id: reference(target(), request) for request in requests}
     method = Scripted(target(), script)
@@ -344,12 +344,13 @@ def test_first_tokens_that_prompts_share_run_once() -> None:
     decoder = Decoder(target(), method, Fixed(2, 4), Sampling(), 4, share_prefixes=True)
     ran: list[int] = []
     prefill = target().prefill
+
+    def counted(tokens: Sequence[int], *rest: Any) -> Any:
+        ran.append(len(tokens))
+        return prefill(tokens, *rest)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            decoder.target,
-            "prefill",
-            lambda tokens, *rest: [ran.append(len(tokens)), prefill(tokens, *rest)][1],
-        )
+        patch.setattr(decoder.target, "prefill", counted)
         rows = decoder.join(requests[:4])
         while decoder.rows:
             decoder.step()

@@ -27,8 +27,9 @@ from specbench.learned.layers import (
     RMSNorm,
     Rotary,
     Rotations,
+    prepare,
 )
-from specbench.target import FINAL, KVCache, Target, packing
+from specbench.target import FINAL, KVCache, Target
 from specbench.training.recipe import head_rows
 
 LAYER_SETTINGS = (
@@ -337,11 +338,7 @@ class EagleHead(nn.Module):
         return full.index_copy_(-1, ids_D, logits_BND.float())
 
     def for_inference(self) -> "EagleHead":
-        """Itself, in the target's type and place, and packed where that is possible; it can
-        neither be trained nor saved then."""
+        """Itself, in the target's type and place, and `prepare`d."""
         target = self._target[0]
-        self.requires_grad_(False).eval().to(target.device, target.dtype)
-        make = packing.product_class(target.dtype) if target.device.type == "cpu" else None
-        if make is not None:
-            packing.pack(self, make)
+        prepare(self.to(target.device, target.dtype), target)
         return self

@@ -18,11 +18,19 @@ from torch import nn
 from transformers import LlamaConfig
 
 from specbench.learned.checkpoint import Checkpoint, fill, load_checkpoint, save_checkpoint
-from specbench.learned.layers import DraftAttention, GatedMLP, Nodes, RMSNorm, Rotary, open_nodes
+from specbench.learned.layers import (
+    DraftAttention,
+    GatedMLP,
+    Nodes,
+    RMSNorm,
+    Rotary,
+    open_nodes,
+    prepare,
+)
 from specbench.learned.vocabulary import DraftVocabulary
 from specbench.messages import in_one_line
 from specbench.method import Drawer, pad_rows
-from specbench.target import KVCache, Target, packing
+from specbench.target import KVCache, Target
 from specbench.tree import Tree
 
 KIND = "exit_adapter"
@@ -251,9 +259,7 @@ class ExitDrafter:
         )
         whole = cast(nn.Module, target.model.get_output_embeddings())
         parts = nn.ModuleDict({"adapter": adapter, "head": whole if head is None else head})
-        make = packing.product_class(target.dtype) if target.device.type == "cpu" else None
-        if make is not None:
-            packing.pack(parts, make)
+        prepare(parts, target)
         self.adapter, self.head = adapter, parts["head"]
         self.cache = KVCache(1)
         self.num_run: list[int] = []

@@ -5,14 +5,14 @@ heads, D head dimension, S slots.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.target import KVCache
+from specbench.target import KVCache, Target, elementwise, lean, packing
 from specbench.target.attention import grouped_attention, note_extents
 from specbench.target.masks import row_extents, tree_mask, tree_positions
 from specbench.tree import Tree
@@ -59,10 +59,12 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.fused = eps, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> the same."""
+        if self.fused:
+            return elementwise.rms_norm(x, self.weight, self.eps)
         normed = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
         return self.weight * normed.to(x.dtype)
 
@@ -96,6 +98,7 @@ class DraftAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm, self.layer = qk_norm, layer
+        self.rotary = lean.Rotary()
 
     def project(
         self, x_BNi: torch.Tensor, rotations: Rotations
@@ -105,8 +108,9 @@ class DraftAttention(nn.Module):
         query, key = self.q_proj(x_BNi).view(shape), self.k_proj(x_BNi).view(shape)
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotations)
-        return query, key, self.v_proj(x_BNi).view(shape).transpose(1, 2)
+        query, key = (self.rotary.rotate(x, *rotations) for x in (query, key))
+        value = self.v_proj(x_BNi).view(shape)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def mix(self, mixed_BNHD: torch.Tensor) -> torch.Tensor:
         """[B, N, H, D] -> [B, N, h]"""
@@ -138,8 +142,29 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.fused = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., h] -> [..., h]"""
+        if self.fused:
+            gate_up = cast(packing.PackedLinear, self.gate_proj).product(x)
+            inner = elementwise.gated(gate_up.flatten(0, -2))
+            fused: torch.Tensor = self.down_proj(inner.view(*x.shape[:-1], -1))
+            return fused
         out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+def prepare(module: nn.Module, target: Target) -> None:
+    """Makes a drafter that is in the target's type and place ready to draft: packed as the target
+    is, and with its small operations in one where there are kernels. It can neither be trained nor
+    saved then."""
+    module.requires_grad_(False).eval()
+    packed = packing.pack_for(module, target.dtype, target.device) != "torch"
+    for part in module.modules():
+        if isinstance(part, RMSNorm):
+            width = part.weight.shape[0]
+            part.fused = packed and elementwise.available(part.weight.dtype, width)
+        elif isinstance(part, GatedMLP):
+            width = part.gate_proj.out_features
+            part.fused = packed and elementwise.available(target.dtype, width)

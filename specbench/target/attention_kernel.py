@@ -8,7 +8,6 @@ which other nodes and rows stand beside it, nor on where in a tree its ancestors
 Shapes: B rows, H query heads, K key-value heads, N nodes, S slots, D head dimension.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,30 +15,19 @@ from functools import cache, partial
 import torch
 
 from specbench.target import jit
-from specbench.target.jit import Code
+from specbench.target.jit import F32, I32, LANES, Code
 
-_LANES = 16
-"""Of a vector of float32, and slots that are scored together."""
 _REGISTERS = 16
 """Of 32 vector registers, those for mixed values."""
-_F32, _I32 = f"<{_LANES} x float>", f"<{_LANES} x i32>"
 _BF16_PAIRS = "<32 x bfloat>"
 _DOT = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _FEATURES = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 _DECLARED = f"""
-declare {_F32} @llvm.fma.v16f32({_F32}, {_F32}, {_F32})
-declare {_F32} @llvm.rint.v16f32({_F32})
-declare float @llvm.vector.reduce.fmax.v16f32({_F32})
-declare {_F32} @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, {_F32})
+declare float @llvm.vector.reduce.fmax.v16f32({F32})
+declare {F32} @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, {F32})
 declare <16 x bfloat> @llvm.masked.load.v16bf16.p0(ptr, i32, <16 x i1>, <16 x bfloat>)
-declare {_F32} {_DOT}({_F32}, {_BF16_PAIRS}, {_BF16_PAIRS})
+declare {F32} {_DOT}({F32}, {_BF16_PAIRS}, {_BF16_PAIRS})
 """
-# e^x = 2^n e^r with n = round(x / ln 2); e^r by its Taylor series, which for |r| <= ln(2) / 2 is
-# right to the last bit of float32 but one.
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.42860677e-06
-_TAYLOR = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
-_LEAST_EXPONENT = -87.0
 
 
 def available(dtype: torch.dtype, head_dim: int) -> bool:
@@ -84,7 +72,7 @@ def attend(
     num_kv = key_BKSD.shape[1]
     new = query_BHND.new_zeros if padded else query_BHND.new_empty
     out_BNHD = new(batch, num_nodes, heads, dim)
-    num_scores = _rows(dim) * (key_BKSD.shape[2] + _LANES)
+    num_scores = _rows(dim) * (key_BKSD.shape[2] + LANES)
     scratch = torch.empty(num_scores, dtype=torch.float32, device="cpu")
     size = query_BHND.element_size()
     row, head, node, _ = query_BHND.stride()
@@ -114,7 +102,7 @@ def attend(
 
 def _rows(dim: int) -> int:
     """Queries that are worked on together."""
-    return max(1, min(4, _REGISTERS * _LANES // dim))
+    return max(1, min(4, _REGISTERS * LANES // dim))
 
 
 @dataclass(frozen=True)
@@ -135,7 +123,7 @@ class _Kind:
 
     def load(self, code: Code, pointer: str) -> list[str]:
         """A key or query."""
-        kind = _F32 if self.is_float else _BF16_PAIRS
+        kind = F32 if self.is_float else _BF16_PAIRS
         return [code.load(kind, pointer, 64 * i) for i in range(self.vectors)]
 
     def dot(self, code: Code, query: Sequence[str], key: Sequence[str]) -> str:
@@ -143,10 +131,10 @@ class _Kind:
         total = "zeroinitializer"
         for one, other in zip(query, key, strict=True):
             if self.is_float:
-                total = _fma(code, one, other, total)
+                total = code.fma(one, other, total)
             else:
                 pairs = f"{_BF16_PAIRS} {one}, {_BF16_PAIRS} {other}"
-                total = code.value(f"call {_F32} {_DOT}({_F32} {total}, {pairs})")
+                total = code.value(f"call {F32} {_DOT}({F32} {total}, {pairs})")
         return total
 
     def widen(self, code: Code, pointer: str) -> list[str]:
@@ -155,34 +143,34 @@ class _Kind:
             return self.load(code, pointer)
         found = []
         for i in range(self.vectors):
-            pairs = code.load(_I32, pointer, 64 * i)
+            pairs = code.load(I32, pointer, 64 * i)
             shift = code.spread("i32", "16")
             mask = code.spread("i32", str(-65536))
-            even = code.value(f"shl {_I32} {pairs}, {shift}")
-            odd = code.value(f"and {_I32} {pairs}, {mask}")
-            found += [code.value(f"bitcast {_I32} {half} to {_F32}") for half in (even, odd)]
+            even = code.value(f"shl {I32} {pairs}, {shift}")
+            odd = code.value(f"and {I32} {pairs}, {mask}")
+            found += [code.value(f"bitcast {I32} {half} to {F32}") for half in (even, odd)]
         return found
 
     def narrow(self, code: Code, mixed: Sequence[str], pointer: str) -> None:
         """Stores what was mixed from widened values."""
         if self.is_float:
             for i, vector in enumerate(mixed):
-                code.store(_F32, vector, code.at(pointer, 64 * i))
+                code.store(F32, vector, code.at(pointer, 64 * i))
             return
-        order = ", ".join(f"i32 {lane // 2 + _LANES * (lane % 2)}" for lane in range(2 * _LANES))
+        order = ", ".join(f"i32 {lane // 2 + LANES * (lane % 2)}" for lane in range(2 * LANES))
         for i, (even, odd) in enumerate(zip(mixed[::2], mixed[1::2], strict=True)):
-            woven = code.value(f"shufflevector {_F32} {even}, {_F32} {odd}, <32 x i32> <{order}>")
+            woven = code.value(f"shufflevector {F32} {even}, {F32} {odd}, <32 x i32> <{order}>")
             short = code.value(f"fptrunc <32 x float> {woven} to {_BF16_PAIRS}")
             code.store(_BF16_PAIRS, short, code.at(pointer, 64 * i))
 
     def masks(self, code: Code, pointer: str, lanes: str) -> str:
         """16 entries of the mask, those of the lanes that are on."""
-        kind, name = (_F32, "v16f32") if self.is_float else ("<16 x bfloat>", "v16bf16")
+        kind, name = (F32, "v16f32") if self.is_float else ("<16 x bfloat>", "v16bf16")
         found = code.value(
             f"call {kind} @llvm.masked.load.{name}.p0(ptr {pointer}, i32 {self.size}, "
             f"<16 x i1> {lanes}, {kind} zeroinitializer)"
         )
-        return found if self.is_float else code.value(f"fpext {kind} {found} to {_F32}")
+        return found if self.is_float else code.value(f"fpext {kind} {found} to {F32}")
 
 
 @cache
@@ -198,17 +186,9 @@ def _kernel(dtype: torch.dtype, dim: int) -> Callable[..., None]:
         *(pointer, number, number, number),
         *(pointer, "float"),
     )
-    return jit.compiled("attend", arguments, "\n".join([_DECLARED, *blocks, _loops(kind, rows)]))
-
-
-def _fma(code: Code, a: str, b: str, c: str) -> str:
-    return code.value(f"call {_F32} @llvm.fma.v16f32({_F32} {a}, {_F32} {b}, {_F32} {c})")
-
-
-def _constant(code: Code, number: float) -> str:
-    # As LLVM wants it: the float's value in the bits of a double.
-    bits = struct.pack(">d", struct.unpack("f", struct.pack("f", number))[0]).hex()
-    return code.spread("float", f"0x{bits}")
+    return jit.compiled(
+        "attend", arguments, "\n".join([jit.DECLARED, _DECLARED, *blocks, _loops(kind, rows)])
+    )
 
 
 def _transposed_sum(code: Code, vectors: Sequence[str]) -> str:
@@ -218,33 +198,13 @@ def _transposed_sum(code: Code, vectors: Sequence[str]) -> str:
         for a, b in zip(vectors[::2], vectors[1::2], strict=True):
             parts = []
             for odd in (0, 1):
-                lanes = ", ".join(f"i32 {2 * lane + odd}" for lane in range(_LANES))
+                lanes = ", ".join(f"i32 {2 * lane + odd}" for lane in range(LANES))
                 parts.append(
-                    code.value(f"shufflevector {_F32} {a}, {_F32} {b}, <16 x i32> <{lanes}>")
+                    code.value(f"shufflevector {F32} {a}, {F32} {b}, <16 x i32> <{lanes}>")
                 )
-            halves.append(code.value(f"fadd {_F32} {parts[0]}, {parts[1]}"))
+            halves.append(code.value(f"fadd {F32} {parts[0]}, {parts[1]}"))
         vectors = halves
     return vectors[0]
-
-
-def _exp(code: Code, x: str) -> str:
-    """e^x for x <= 0; exactly 0 below e^-87."""
-    least = _constant(code, _LEAST_EXPONENT)
-    n = code.value(
-        f"call {_F32} @llvm.rint.v16f32({_F32} "
-        f"{code.value(f'fmul {_F32} {x}, {_constant(code, _LOG2_E)}')})"
-    )
-    r = _fma(code, n, _constant(code, -_LN2_HIGH), x)
-    r = _fma(code, n, _constant(code, -_LN2_LOW), r)
-    power = _constant(code, _TAYLOR[0])
-    for coefficient in _TAYLOR[1:]:
-        power = _fma(code, power, r, _constant(code, coefficient))
-    whole = code.value(f"fptosi {_F32} {n} to {_I32}")
-    shifted = code.value(f"shl {_I32} {whole}, {code.spread('i32', '23')}")
-    bits = code.value(f"add {_I32} {code.value(f'bitcast {_F32} {power} to {_I32}')}, {shifted}")
-    result = code.value(f"bitcast {_I32} {bits} to {_F32}")
-    tiny = code.value(f"fcmp olt {_F32} {x}, {least}")
-    return code.value(f"select <16 x i1> {tiny}, {_F32} zeroinitializer, {_F32} {result}")
 
 
 def _block(kind: _Kind, rows: int) -> str:
@@ -255,9 +215,9 @@ def _block(kind: _Kind, rows: int) -> str:
     code.label("entry")
     scratch_bytes = code.value("mul i64 %stride, 4")
     scale = code.spread("float", "%scale")
-    lane_numbers = "<" + ", ".join(f"i32 {lane}" for lane in range(_LANES)) + ">"
+    lane_numbers = "<" + ", ".join(f"i32 {lane}" for lane in range(LANES)) + ">"
     slots = code.spread("i32", code.value("trunc i64 %slots to i32"))
-    lowest = _constant(code, -float("inf"))
+    lowest = code.constant(-float("inf"))
     scores = [code.at("%scratch", code.value(f"mul i64 {scratch_bytes}, {r}")) for r in range(rows)]
     before = "entry"
     for r in range(rows):
@@ -266,34 +226,34 @@ def _block(kind: _Kind, rows: int) -> str:
         code.line(f"br label %score{r}")
         code.label(f"score{r}")
         code.line(f"%s{r} = phi i64 [0, %{before}], [%s{r}.next, %score{r}]")
-        code.line(f"%max{r} = phi {_F32} [{lowest}, %{before}], [%max{r}.next, %score{r}]")
+        code.line(f"%max{r} = phi {F32} [{lowest}, %{before}], [%max{r}.next, %score{r}]")
         keys = code.at("%keys", code.value(f"mul i64 %s{r}, {key_bytes}"))
         sums = [
             kind.dot(code, query, kind.load(code, code.at(keys, key_bytes * i)))
-            for i in range(_LANES)
+            for i in range(LANES)
         ]
         first = code.spread("i32", code.value(f"trunc i64 %s{r} to i32"))
-        number = code.value(f"add {_I32} {first}, {lane_numbers}")
-        lanes = code.value(f"icmp slt {_I32} {number}, {slots}")
+        number = code.value(f"add {I32} {first}, {lane_numbers}")
+        lanes = code.value(f"icmp slt {I32} {number}, {slots}")
         place = code.at(mask, code.value(f"mul i64 %s{r}, {kind.size}"))
-        score = _fma(code, _transposed_sum(code, sums), scale, kind.masks(code, place, lanes))
-        score = code.value(f"select <16 x i1> {lanes}, {_F32} {score}, {_F32} {lowest}")
-        code.store(_F32, score, code.at(scores[r], code.value(f"mul i64 %s{r}, 4")))
-        larger = code.value(f"fcmp ogt {_F32} {score}, %max{r}")
-        code.line(f"%max{r}.next = select <16 x i1> {larger}, {_F32} {score}, {_F32} %max{r}")
-        code.line(f"%s{r}.next = add i64 %s{r}, {_LANES}")
+        score = code.fma(_transposed_sum(code, sums), scale, kind.masks(code, place, lanes))
+        score = code.value(f"select <16 x i1> {lanes}, {F32} {score}, {F32} {lowest}")
+        code.store(F32, score, code.at(scores[r], code.value(f"mul i64 %s{r}, 4")))
+        larger = code.value(f"fcmp ogt {F32} {score}, %max{r}")
+        code.line(f"%max{r}.next = select <16 x i1> {larger}, {F32} {score}, {F32} %max{r}")
+        code.line(f"%s{r}.next = add i64 %s{r}, {LANES}")
         code.line(f"%more{r} = icmp slt i64 %s{r}.next, %slots")
         code.line(f"br i1 %more{r}, label %score{r}, label %scored{r}")
         code.label(f"scored{r}")
-        largest = code.value(f"call float @llvm.vector.reduce.fmax.v16f32({_F32} %max{r}.next)")
+        largest = code.value(f"call float @llvm.vector.reduce.fmax.v16f32({F32} %max{r}.next)")
         largest = code.spread("float", largest)
         code.line(f"br label %exp{r}")
         code.label(f"exp{r}")
         code.line(f"%e{r} = phi i64 [0, %scored{r}], [%e{r}.next, %exp{r}]")
         place = code.at(scores[r], code.value(f"mul i64 %e{r}, 4"))
-        apart = code.value(f"fsub {_F32} {code.load(_F32, place)}, {largest}")
-        code.store(_F32, _exp(code, apart), place)
-        code.line(f"%e{r}.next = add i64 %e{r}, {_LANES}")
+        apart = code.value(f"fsub {F32} {code.load(F32, place)}, {largest}")
+        code.store(F32, code.exp(apart), place)
+        code.line(f"%e{r}.next = add i64 %e{r}, {LANES}")
         code.line(f"%again{r} = icmp slt i64 %e{r}.next, %slots")
         code.line(f"br i1 %again{r}, label %exp{r}, label %weighed{r}")
         code.label(f"weighed{r}")
@@ -302,29 +262,29 @@ def _block(kind: _Kind, rows: int) -> str:
 
     code.label("mix")
     code.line(f"%m = phi i64 [0, %{before}], [%m.next, %mix]")
-    parts = range(kind.dim // _LANES)
+    parts = range(kind.dim // LANES)
     for r in range(rows):
-        code.line(f"%mass{r} = phi {_F32} [zeroinitializer, %{before}], [%mass{r}.next, %mix]")
+        code.line(f"%mass{r} = phi {F32} [zeroinitializer, %{before}], [%mass{r}.next, %mix]")
         for i in parts:
             code.line(
-                f"%mix{r}.{i} = phi {_F32} [zeroinitializer, %{before}], [%mix{r}.{i}.next, %mix]"
+                f"%mix{r}.{i} = phi {F32} [zeroinitializer, %{before}], [%mix{r}.{i}.next, %mix]"
             )
     value = kind.widen(code, code.at("%values", code.value(f"mul i64 %m, {key_bytes}")))
     offset = code.value("mul i64 %m, 4")
     for r in range(rows):
         weight = code.spread("float", code.load("float", scores[r], offset))
-        code.line(f"%mass{r}.next = fadd {_F32} %mass{r}, {weight}")
+        code.line(f"%mass{r}.next = fadd {F32} %mass{r}, {weight}")
         for i in parts:
             code.line(
-                f"%mix{r}.{i}.next = call {_F32} @llvm.fma.v16f32({_F32} {weight}, "
-                f"{_F32} {value[i]}, {_F32} %mix{r}.{i})"
+                f"%mix{r}.{i}.next = call {F32} @llvm.fma.v16f32({F32} {weight}, "
+                f"{F32} {value[i]}, {F32} %mix{r}.{i})"
             )
     code.line("%m.next = add i64 %m, 1")
     code.line("%m.more = icmp slt i64 %m.next, %slots")
     code.line("br i1 %m.more, label %mix, label %mixed")
     code.label("mixed")
     for r in range(rows):
-        mixed = [code.value(f"fdiv {_F32} %mix{r}.{i}.next, %mass{r}.next") for i in parts]
+        mixed = [code.value(f"fdiv {F32} %mix{r}.{i}.next, %mass{r}.next") for i in parts]
         kind.narrow(code, mixed, code.load("ptr", "%outs", 8 * r))
     code.line("ret void")
     return code.function(
@@ -349,7 +309,7 @@ def _loops(kind: _Kind, rows: int) -> str:
     nodes, slots = code.load("i64", extent), code.load("i64", extent, 8)
     num_queries = code.value(f"mul i64 {nodes}, %groups")
     # Of the scratch of a row of scores: all slots, filled up to whole vectors.
-    stride = code.value(f"and i64 {code.value(f'add i64 {slots}, {_LANES - 1}')}, {-_LANES}")
+    stride = code.value(f"and i64 {code.value(f'add i64 {slots}, {LANES - 1}')}, {-LANES}")
     q_row = code.at("%q", code.value("mul i64 %b, %q_row"))
     mask_row = code.at("%mask", code.value("mul i64 %b, %mask_row"))
     out_row = code.at("%out", code.value("mul i64 %b, %out_row"))

@@ -3,6 +3,7 @@ written with. (By llvmlite; no compiler has to be there.)"""
 
 import ctypes
 import platform
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,6 +19,20 @@ except (ImportError, OSError):
 from specbench.messages import in_one_line
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+LANES = 16
+"""Of a vector of float32."""
+F32, I32 = f"<{LANES} x float>", f"<{LANES} x i32>"
+DECLARED = f"""
+declare {F32} @llvm.fma.v16f32({F32}, {F32}, {F32})
+declare {F32} @llvm.rint.v16f32({F32})
+"""
+"""What `Code.fma` and `Code.exp` call."""
+# e^x = 2^n e^r with n = round(x / ln 2); e^r by its Taylor series, which for |r| <= ln(2) / 2 is
+# right to the last bit of float32 but one.
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.42860677e-06
+_TAYLOR = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+_LEAST_EXPONENT = -87.0
 _CTYPES = {"ptr": POINTER, "i64": INT, "float": FLOAT}
 # The code lives as long as its engine.
 _ENGINES: list[Any] = []
@@ -88,6 +103,34 @@ class Code:
         return self.value(
             f"shufflevector <16 x {kind}> {one}, <16 x {kind}> poison, <16 x i32> zeroinitializer"
         )
+
+    def constant(self, number: float) -> str:
+        """A number in all 16 lanes."""
+        # As LLVM wants it: the float's value in the bits of a double.
+        bits = struct.pack(">d", struct.unpack("f", struct.pack("f", number))[0]).hex()
+        return self.spread("float", f"0x{bits}")
+
+    def fma(self, a: str, b: str, c: str) -> str:
+        """a b + c, rounded once."""
+        return self.value(f"call {F32} @llvm.fma.v16f32({F32} {a}, {F32} {b}, {F32} {c})")
+
+    def exp(self, x: str) -> str:
+        """e^x for x <= 0; exactly 0 below e^-87."""
+        n = self.value(
+            f"call {F32} @llvm.rint.v16f32({F32} "
+            f"{self.value(f'fmul {F32} {x}, {self.constant(_LOG2_E)}')})"
+        )
+        r = self.fma(n, self.constant(-_LN2_HIGH), x)
+        r = self.fma(n, self.constant(-_LN2_LOW), r)
+        power = self.constant(_TAYLOR[0])
+        for coefficient in _TAYLOR[1:]:
+            power = self.fma(power, r, self.constant(coefficient))
+        whole = self.value(f"fptosi {F32} {n} to {I32}")
+        shifted = self.value(f"shl {I32} {whole}, {self.spread('i32', '23')}")
+        bits = self.value(f"add {I32} {self.value(f'bitcast {F32} {power} to {I32}')}, {shifted}")
+        result = self.value(f"bitcast {I32} {bits} to {F32}")
+        tiny = self.value(f"fcmp olt {F32} {x}, {self.constant(_LEAST_EXPONENT)}")
+        return self.value(f"select <16 x i1> {tiny}, {F32} zeroinitializer, {F32} {result}")
 
     def function(self, head: str) -> str:
         """The whole function, ``define ... {head} {{ ... }}``."""

@@ -11,13 +11,13 @@ dimension, h hidden, i inner.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specbench.target import elementwise
 from specbench.target.attention import grouped_attention
 from specbench.target.cache import KVCache
 from specbench.target.packing import PackedLinear, Product, pad_tokens
@@ -25,30 +25,43 @@ from specbench.target.packing import PackedLinear, Product, pad_tokens
 _FAMILIES = frozenset(f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 
 
-@dataclass
 class Rotary:
-    """Cosines and sines [B, N, 1, D] of a forward, prepared once for all layers; the first half
-    of the sines is negated, so that a rotation is x * cos + roll(x) * sin."""
+    """Rotates heads to their nodes' positions, by cosines and sines that are prepared once for all
+    layers of a forward."""
 
-    source: torch.Tensor | None = None
-    cos_BN1D: torch.Tensor | None = None
-    sin_BN1D: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.source: torch.Tensor | None = None
+        self.fused = False
+        self.cos = self.sin = torch.empty(0)
 
     def rotate(
         self, x_BNHD: torch.Tensor, cos_BND: torch.Tensor, sin_BND: torch.Tensor
     ) -> torch.Tensor:
-        """Rotates every head to its node's position."""
+        """Every head to its node's position; in place where there is a kernel for it."""
         if self.source is not sin_BND:
-            half = sin_BND.shape[-1] // 2
-            signed = torch.cat([-sin_BND[..., :half], sin_BND[..., half:]], dim=-1)
-            self.source, self.cos_BN1D, self.sin_BN1D = (
-                sin_BND,
-                cos_BND.unsqueeze(2),
-                signed.unsqueeze(2),
-            )
-        assert self.cos_BN1D is not None and self.sin_BN1D is not None
+            self._prepare(x_BNHD, cos_BND, sin_BND)
+        if self.fused:
+            # A view, never a copy: of the rows of a product, or of some of its columns.
+            elementwise.rotate(x_BNHD.view(-1, *x_BNHD.shape[2:]), self.cos, self.sin)
+            return x_BNHD
         rolled = x_BNHD.roll(x_BNHD.shape[-1] // 2, -1)
-        return (x_BNHD * self.cos_BN1D).add_(rolled.mul_(self.sin_BN1D))
+        return (x_BNHD * self.cos).add_(rolled.mul_(self.sin))
+
+    def _prepare(self, x_BNHD: torch.Tensor, cos_BND: torch.Tensor, sin_BND: torch.Tensor) -> None:
+        dtype, half = cos_BND.dtype, cos_BND.shape[-1] // 2
+        self.source = sin_BND
+        self.fused = (
+            (x_BNHD.device.type, x_BNHD.dtype) == ("cpu", dtype)
+            and not torch.is_grad_enabled()
+            and elementwise.available(dtype, half)
+        )
+        if self.fused:
+            shape = (*x_BNHD.shape[:2], 2 * half)
+            self.cos, self.sin = (x.expand(shape).flatten(0, 1) for x in (cos_BND, sin_BND))
+        else:
+            # A rotation is then x * cos + roll(x) * sin.
+            signed_BND = torch.cat([-sin_BND[..., :half], sin_BND[..., half:]], dim=-1)
+            self.cos, self.sin = cos_BND.unsqueeze(2), signed_BND.unsqueeze(2)
 
 
 class LeanLayer:
@@ -61,7 +74,7 @@ class LeanLayer:
 
     def __init__(self, layer: Any, rotary: Rotary) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.attention, self.rotary, self.activation = attention, rotary, mlp.act_fn
+        self.attention, self.rotary = attention, rotary
         self.norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self.qkv: Product = attention.q_proj.product
         self.out: Product = attention.o_proj.product
@@ -70,7 +83,7 @@ class LeanLayer:
         self.head_dim: int = attention.head_dim
         self.num_kv: int = attention.k_proj.out_features // self.head_dim
         self.num_queries: int = attention.q_proj.out_features // self.head_dim
-        self.width: int = mlp.gate_proj.out_features
+        self.gated = _gated(mlp, layer.input_layernorm.weight.dtype)
 
     def __call__(
         self,
@@ -95,8 +108,7 @@ class LeanLayer:
         mixed_Ti = pad_tokens(mixed_BNHD.view(batch * num_nodes, -1), num_rows)
         x_Th = x_Th + self.out.multiply(mixed_Ti)
         gate_up_Ti = self.gate_up.multiply(self.norms[1](x_Th))
-        inner_Ti = self.activation(gate_up_Ti[:, : self.width]) * gate_up_Ti[:, self.width :]
-        x_Th = x_Th + self.down.multiply(inner_Ti)
+        x_Th = x_Th + self.down.multiply(self.gated(gate_up_Ti))
         return x_Th[: batch * num_nodes].view_as(hidden_BNh)
 
     def _attend(
@@ -132,12 +144,24 @@ class LeanLayer:
 
 
 def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A root mean square norm; in one operation where it rounds as the module does."""
+    """A root mean square norm; in one operation where there is one that rounds as the module
+    does."""
     weight, eps = module.weight, module.variance_epsilon
+    if elementwise.available(weight.dtype, len(weight)):
+        return lambda x: elementwise.rms_norm(x, weight, eps)
     if weight.dtype == torch.float32:
         return lambda x: F.rms_norm(x, weight.shape, weight, eps)
     call: Callable[[torch.Tensor], torch.Tensor] = module.forward
     return call
+
+
+def _gated(mlp: Any, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From the fused product of gate and up, [T, 2 i], to the input of down, [T, i]."""
+    width: int = mlp.gate_proj.out_features
+    is_silu = type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    if is_silu and elementwise.available(dtype, width):
+        return elementwise.gated
+    return lambda x_Ti: mlp.act_fn(x_Ti[:, :width]) * x_Ti[:, width:]
 
 
 def is_common(layer: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from specbench.target import jit
-from specbench.target.jit import Code
+from specbench.target.jit import F32, Code
 
 _COLUMNS = 32
 _MOST_ROWS = 12
@@ -53,7 +53,6 @@ class _Type:
     declare: str
 
 
-_F32 = "<16 x float>"
 _FMA = "@llvm.fma.v16f32"
 _DOT = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
@@ -62,19 +61,19 @@ _TYPES = {
         group=1,
         feature="avx512f",
         group_type="float",
-        lanes=_F32,
-        multiply_add=f"call {_F32} {_FMA}({_F32} {{1}}, {_F32} {{2}}, {_F32} {{0}})",
-        out=_F32,
-        declare=f"declare {_F32} {_FMA}({_F32}, {_F32}, {_F32})",
+        lanes=F32,
+        multiply_add=f"call {F32} {_FMA}({F32} {{1}}, {F32} {{2}}, {F32} {{0}})",
+        out=F32,
+        declare=f"declare {F32} {_FMA}({F32}, {F32}, {F32})",
     ),
     torch.bfloat16: _Type(
         group=2,
         feature="avx512bf16",
         group_type="i32",
         lanes="<32 x bfloat>",
-        multiply_add=f"call {_F32} {_DOT}({_F32} {{0}}, <32 x bfloat> {{1}}, <32 x bfloat> {{2}})",
+        multiply_add=f"call {F32} {_DOT}({F32} {{0}}, <32 x bfloat> {{1}}, <32 x bfloat> {{2}})",
         out="<16 x bfloat>",
-        declare=f"declare {_F32} {_DOT}({_F32}, <32 x bfloat>, <32 x bfloat>)",
+        declare=f"declare {F32} {_DOT}({F32}, <32 x bfloat>, <32 x bfloat>)",
     ),
 }
 
@@ -167,7 +166,7 @@ def _pass(kind: _Type, rows: int) -> str:
     code = Code()
     sums = [(row, half) for row in range(rows) for half in _HALVES]
     code.label("entry")
-    bias = {half: code.load(_F32, "%bias", half) for half in _HALVES}
+    bias = {half: code.load(F32, "%bias", half) for half in _HALVES}
     x_stride = code.value("mul i64 %groups, 4")
     x = [code.at("%x", code.value(f"mul i64 {x_stride}, {row}")) for row in range(rows)]
     code.line("br label %loop")
@@ -175,9 +174,7 @@ def _pass(kind: _Type, rows: int) -> str:
     code.label("loop")
     code.line("%k = phi i64 [0, %entry], [%next, %loop]")
     for row, half in sums:
-        code.line(
-            f"%sum{row}.{half} = phi {_F32} [{bias[half]}, %entry], [%new{row}.{half}, %loop]"
-        )
+        code.line(f"%sum{row}.{half} = phi {F32} [{bias[half]}, %entry], [%new{row}.{half}, %loop]")
     place = code.at("%block", code.value("mul i64 %k, 128"))
     weights = {half: code.load(kind.lanes, place, half) for half in _HALVES}
     if rows >= _PREFETCHING_ROWS:
@@ -199,8 +196,8 @@ def _pass(kind: _Type, rows: int) -> str:
     code.label("done")
     for row, half in sums:
         value = f"%new{row}.{half}"
-        if kind.out != _F32:
-            value = code.value(f"fptrunc {_F32} {value} to {kind.out}")
+        if kind.out != F32:
+            value = code.value(f"fptrunc {F32} {value} to {kind.out}")
         out = code.at("%out", code.value(f"mul i64 %stride, {row}"))
         code.store(kind.out, value, code.at(out, half // kind.group))
     code.line("ret void")

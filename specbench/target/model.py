@@ -115,8 +115,7 @@ class Target:
         self._layers_return_tuples = False
         if model.get_output_embeddings() is None:
             raise ValueError(f"{name}: {type(model).__name__} has no language-model head")
-        make = packing.product_class(self.dtype) if pack and self.device.type == "cpu" else None
-        self.kernels = make.name if make is not None and packing.pack(model, make) else "torch"
+        self.kernels = packing.pack_for(model, self.dtype, self.device) if pack else "torch"
         self.layers = _decoder_layers(model, self.num_layers, name)
         rotary = lean.Rotary()
         for index, layer in enumerate(self.layers):

@@ -211,3 +211,10 @@ def pack(model: nn.Module, make: Callable[..., Product]) -> int:
                 setattr(parent, name, PackedLinear(make(child.weight, child.bias)))
                 count += 1
     return count
+
+
+def pack_for(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
+    """Packs a model for its device's fastest product, and says which; "torch" if nothing is
+    packed."""
+    make = product_class(dtype) if device.type == "cpu" else None
+    return make.name if make is not None and pack(model, make) else "torch"
