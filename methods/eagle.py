@@ -254,11 +254,9 @@ class Eagle(Method):
 
     def _add_children(self, growths: Sequence[Growth], out_BMh: torch.Tensor) -> None:
         """Ranks the children of the level's nodes."""
-        scores_BMD = self.head.logits(out_BMh)
         num_children = max(growth.num_children for growth in growths)
-        if self.config.tree == "dynamic":
-            scores_BMD = scores_BMD.log_softmax(-1, dtype=torch.float32)
-        best = likeliest(scores_BMD, min(num_children, self.head.num_draft_tokens))
+        num_children = min(num_children, self.head.num_draft_tokens)
+        best = likeliest(self.head.logits(out_BMh), num_children, self.config.tree == "dynamic")
         tokens, scores = self.head.token_ids(best.indices).tolist(), best.values.tolist()
         for growth, tokens_MK, scores_MK in zip(growths, tokens, scores, strict=True):
             growth.grow(tokens_MK, scores_MK)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specbench.growing import likeliest
 from specbench.learned.medusa import load_heads
 from specbench.learned.shipped import missing, weights_for
 from specbench.learned.trees import RankTree
@@ -125,7 +126,7 @@ class Medusa(Method):
         self, hidden_Mh: torch.Tensor, num_levels: int, num_ranks: int
     ) -> list[list[list[int]]]:
         """By row, level and rank: the likeliest tokens."""
-        ids_MKR = self.heads(hidden_Mh, num_levels).topk(num_ranks).indices
+        ids_MKR = likeliest(self.heads(hidden_Mh, num_levels), num_ranks).indices
         if self.heads.ids_D is not None:
             ids_MKR = self.heads.ids_D[ids_MKR]
         guesses: list[list[list[int]]] = ids_MKR.tolist()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from specbench.method import Budget, Proposal, Row
+from specbench.target import largest
 from specbench.tree import Tree
 
 Ranks = tuple[int, ...]
@@ -31,19 +32,30 @@ class Likeliest(NamedTuple):
     indices: torch.Tensor
 
 
-def likeliest(scores_BMD: torch.Tensor, num_children: int) -> Likeliest:
-    """The K largest scores of each node; of equal ones, any.
+def likeliest(
+    logits_BMD: torch.Tensor, num_children: int, log_probabilities: bool = False
+) -> Likeliest:
+    """The K largest logits of each node, of equal ones any, or their log-probabilities.
 
-    torch's `topk` on a CPU is slow over many. They lie in the K blocks with the largest maxima,
-    and what is largest in each block is found at the speed of memory.
+    The logits may be lost. torch's `topk` on a CPU is slow over many: without a kernel, they lie in
+    the K blocks with the largest maxima, and what is largest in each block is found at the speed of
+    memory.
     """
-    num_tokens = scores_BMD.shape[-1]
-    if scores_BMD.is_cuda or num_tokens % _BLOCK or num_tokens < 4 * num_children * _BLOCK:
-        return Likeliest(*scores_BMD.topk(num_children))
-    blocks = scores_BMD.view(*scores_BMD.shape[:2], -1, _BLOCK)
+    num_tokens = logits_BMD.shape[-1]
+    on_cpu, num_blocks = logits_BMD.device.type == "cpu", num_tokens // _BLOCK
+    if on_cpu and largest.available(logits_BMD.dtype, num_tokens, num_children):
+        found = largest.largest(logits_BMD.view(-1, num_tokens), num_children)
+        values = found.values - found.log_sum if log_probabilities else found.values
+        shape = (*logits_BMD.shape[:2], num_children)
+        return Likeliest(values.view(shape), found.indices.view(shape))
+    if log_probabilities:
+        logits_BMD = logits_BMD.log_softmax(-1, dtype=torch.float32)
+    if not on_cpu or num_tokens % _BLOCK or num_blocks < 4 * num_children:
+        return Likeliest(*logits_BMD.topk(num_children))
+    blocks = logits_BMD.view(*logits_BMD.shape[:2], -1, _BLOCK)
     at_BMK = blocks.amax(-1).topk(num_children).indices
-    found = blocks.gather(-2, at_BMK[..., None].expand(-1, -1, -1, _BLOCK)).flatten(-2)
-    values, index_BMK = found.topk(num_children)
+    inside = blocks.gather(-2, at_BMK[..., None].expand(-1, -1, -1, _BLOCK)).flatten(-2)
+    values, index_BMK = inside.topk(num_children)
     block_BMK = at_BMK.gather(-1, index_BMK // _BLOCK)
     return Likeliest(values, block_BMK * _BLOCK + index_BMK % _BLOCK)
 

@@ -21,6 +21,7 @@ from specbench.growing import (
 )
 from specbench.method import Budget, Drawer, Row
 from specbench.sampling import Sampling
+from specbench.target import largest
 from specbench.tree import Tree
 from tests.drafters import make_request
 
@@ -219,15 +220,41 @@ def test_drafted_nodes_become_a_proposal() -> None:
 # Ranking.
 
 
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("num_tokens", [5, 64, 640, 1000, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_are_torchs_top_k(num_tokens: int, dtype: torch.dtype) -> None:
+def test_the_likeliest_are_torchs_top_k(
+    num_tokens: int, dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel:
+        monkeypatch.setattr(largest, "available", lambda *_: False)
+    elif not largest.available(dtype, 64, 1):
+        pytest.skip(f"no kernel for {dtype}")
     torch.manual_seed(num_tokens)
     for num_children in (1, 3, 5):
         # Few different values, so that many are equal.
-        scores = (torch.randn(2, 3, num_tokens) * 8).round().to(dtype)
-        scores[0, 0] = 1.0
-        best = likeliest(scores, num_children)
-        assert torch.equal(best.values, scores.topk(num_children).values)
-        assert torch.equal(scores.gather(-1, best.indices), best.values)
+        logits = (torch.randn(2, 3, num_tokens) * 8).round().to(dtype)
+        logits[0, 0] = 1.0
+        expected = logits.float().topk(num_children).values
+        best = likeliest(logits.clone(), num_children)
+        assert torch.equal(best.values.float(), expected)
+        assert torch.equal(logits.float().gather(-1, best.indices), expected)
         assert all(len(set(ids)) == num_children for ids in best.indices.flatten(0, 1).tolist())
+        normal = likeliest(logits.clone(), num_children, log_probabilities=True)
+        logq = logits.float().log_softmax(-1)
+        torch.testing.assert_close(normal.values, logq.topk(num_children).values)
+        torch.testing.assert_close(logq.gather(-1, normal.indices), normal.values)
+
+
+def test_the_kernel_passes_over_what_is_no_number_and_finds_the_first_of_equals() -> None:
+    if not largest.available(torch.float32, 128, 3):
+        pytest.skip("no kernel for float32")
+    logits = torch.zeros(3, 128)
+    logits[0, [5, 70, 100]] = 2.0
+    logits[1, 3], logits[1, 90] = torch.nan, 1.0
+    logits[2] = -torch.inf
+    logits[2, 77] = -5.0
+    found = largest.largest(logits, 3)
+    assert found.indices[0].tolist() == [5, 70, 100]
+    assert found.indices[1].tolist() == [90, 0, 1] and found.values[1].tolist() == [1.0, 0.0, 0.0]
+    assert int(found.indices[2, 0]) == 77 and float(found.log_sum[2]) == -5.0

@@ -14,16 +14,16 @@ import torch
 from specbench.target import jit
 from specbench.target.jit import DECLARED, F32, LANES, Code
 
-_FEATURES = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
+FEATURES = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 _HALF = f"<{LANES} x bfloat>"
 
 
 def available(dtype: torch.dtype, *widths: int) -> bool:
     """Whether there are kernels for a type, and for rows of these widths, on this CPU."""
     return (
-        dtype in _FEATURES
+        dtype in FEATURES
         and all(width % LANES == 0 for width in widths)
-        and jit.available(_FEATURES[dtype])
+        and jit.available(FEATURES[dtype])
         and _compiles(dtype)
     )
 
@@ -66,7 +66,7 @@ def rotate(heads_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) 
         _rotate(heads_THD.dtype)(*pointers, rows, heads_THD.stride(0), num_heads, dim)
 
 
-class _Numbers:
+class Numbers:
     """16 numbers of a type in memory; float32 in registers."""
 
     def __init__(self, code: Code, dtype: torch.dtype) -> None:
@@ -96,12 +96,18 @@ class _Numbers:
         short = self.code.value(f"fptrunc {F32} {value} to {_HALF}")
         return self.code.store(_HALF, short, pointer)
 
+    def store_lowest(self, pointer: str) -> None:
+        """Minus infinity, in one place."""
+        if self.wide:
+            return self.code.store("float", "0xFFF0000000000000", pointer)
+        return self.code.store("bfloat", "0xRFF80", pointer)
+
 
 @cache
 def _norm(dtype: torch.dtype) -> Callable[..., None]:
     """norm(x, weight, out, rows, width, width again, eps)"""
     code = Code()
-    numbers = _Numbers(code, dtype)
+    numbers = Numbers(code, dtype)
     code.label("entry")
     code.line("br label %row")
     code.label("row")
@@ -155,7 +161,7 @@ declare float @llvm.sqrt.f32(float)
 def _gate(dtype: torch.dtype) -> Callable[..., None]:
     """gate(gate and up, out, rows, stride of rows, width)"""
     code = Code()
-    numbers = _Numbers(code, dtype)
+    numbers = Numbers(code, dtype)
     code.label("entry")
     code.line("br label %row")
     code.label("row")
@@ -193,7 +199,7 @@ def _gate(dtype: torch.dtype) -> Callable[..., None]:
 def _rotate(dtype: torch.dtype) -> Callable[..., None]:
     """rotate(heads, cos, sin, rows, stride of rows, heads of a row, dimension)"""
     code = Code()
-    numbers = _Numbers(code, dtype)
+    numbers = Numbers(code, dtype)
     code.label("entry")
     half = code.value("sdiv i64 %dim, 2")
     code.line("br label %row")
