@@ -10,7 +10,6 @@ Shapes: B rows, M nodes of a level, N nodes, P entries, m * w the width of the s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,16 +20,15 @@ from specbench.growing import (
     ByConfidence,
     ByRank,
     Growth,
-    Ranks,
-    branching_paths,
+    branching_tree,
     drafted,
     likeliest,
-    rank_tree,
 )
 from specbench.learned.eagle_files import load_eagle
 from specbench.learned.layers import open_nodes
 from specbench.learned.shipped import missing, weights_for
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict, pad_rows
+from specbench.ranks import RankTree
 from specbench.target import KVCache, Target
 from specbench.training.eagle import EagleRecipe
 from specbench.tree import Tree
@@ -40,9 +38,10 @@ _DRAFTS = ("top", "drawn")
 _CHUNK = 256
 # EAGLE-1's tree of 25 nodes, in an order in which it can be cut anywhere: one rank down counts as
 # much as one level down.
-_EAGLE1 = (
+_PATHS = (
     "0 00 1 000 01 10 2 0000 001 010 100 02 11 20 3 00000 0001 002 011 020 21 30 00001 0002 021"
 )
+_EAGLE1 = RankTree(tuple(map(int, path)) for path in _PATHS.split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class EagleConfig(BranchingConfig):
         tree: ``dynamic``, by the head's own confidence (EAGLE-2); ``static``, by ranks (EAGLE-1);
             or ``chain``.
         top_k: of a dynamic tree, how many nodes of a level have children, and how many each.
-        ranks: of a static tree, the paths of its nodes as digits, the best first; empty for
+        ranks: of a static tree, its paths, the best first: as Medusa's ``tree``; empty for
             EAGLE-1's, or what ``branching`` says.
         drafts: ``top``, the likeliest tokens; or ``drawn`` from the head's distribution, when
             sampling, for a chain or a tree by ``branching``.
@@ -75,19 +74,14 @@ class EagleConfig(BranchingConfig):
             raise ValueError(f"unknown drafts {self.drafts!r}; valid: {', '.join(_DRAFTS)}")
         if self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} is out of range; valid: 1 or more")
-        paths = self.ranks.split()
-        for index, path in enumerate(paths):
-            if not path.isdecimal() or path[:-1] not in ["", *paths[:index]]:
-                raise ValueError(
-                    f"ranks {self.ranks!r}: {path!r} is no path, or comes before its parent; "
-                    "valid: digits, such as '0 1 00 01'"
-                )
         if self.tree != "static" and (self.branching or self.ranks):
             raise ValueError(
                 f"a {self.tree} tree has no branching and no ranks; valid: tree=static"
             )
         if self.branching and self.ranks:
             raise ValueError("branching and ranks exclude each other; valid: one of them")
+        if self.ranks:
+            RankTree.parse(self.ranks)
         if self.drafts == "drawn" and not (self.tree == "chain" or self.branching):
             raise ValueError(
                 "drawn drafts need a chain or a static tree with branching; valid: drafts=top"
@@ -114,7 +108,8 @@ class Eagle(Method):
         width = len(self.head.shape.taps) * target.hidden_size
         self.nothing_Pi = torch.zeros(0, width, dtype=target.dtype, device=target.device)
         self.padding_1i = self.nothing_Pi.new_zeros(1, width)
-        self._children_of = lru_cache(maxsize=256)(self._static_tree)
+        ranks = RankTree.parse(config.ranks) if config.ranks else _EAGLE1
+        self.ranks = ranks.with_ranks(self.head.num_draft_tokens)
 
     @classmethod
     def lacks(cls, config: MethodConfig, target: str) -> str:
@@ -241,16 +236,9 @@ class Eagle(Method):
     def _growth(self, budget: Budget) -> Growth:
         if self.config.tree == "dynamic":
             return ByConfidence(budget, self.config.top_k)
-        return ByRank(self._children_of(budget))
-
-    def _static_tree(self, budget: Budget) -> dict[Ranks, tuple[int, ...]]:
-        if not budget.depth:
-            return {}
-        paths = branching_paths(self.config.branching, budget)
         if self.config.tree == "static" and not self.config.branching:
-            words = (self.config.ranks or _EAGLE1).split()
-            paths = iter([tuple(map(int, word)) for word in words])
-        return rank_tree(paths, budget, self.head.num_draft_tokens)
+            return ByRank(self.ranks.within(*budget, by_level=True))
+        return ByRank(branching_tree(self.config.branching, budget))
 
     def _add_children(self, growths: Sequence[Growth], out_BMh: torch.Tensor) -> None:
         """Ranks the children of the level's nodes."""

@@ -15,8 +15,8 @@ import torch
 from specbench.growing import likeliest
 from specbench.learned.medusa import load_heads
 from specbench.learned.shipped import missing, weights_for
-from specbench.learned.trees import RankTree
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Typical, Verdict
+from specbench.ranks import RankTree
 from specbench.target import FINAL, Target, packing
 from specbench.training.medusa import MedusaRecipe
 

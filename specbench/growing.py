@@ -7,20 +7,17 @@ Shapes: B rows, M nodes of a level, K children of each, D tokens that may be dra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count, takewhile
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from specbench.method import Budget, Proposal, Row
+from specbench.ranks import RankedTree, Ranks, RankTree
 from specbench.target import largest
 from specbench.tree import Tree
-
-Ranks = tuple[int, ...]
-"""A path from the root: the rank of each node among its siblings, 0 for the likeliest."""
-
 
 _BLOCK = 64
 
@@ -68,14 +65,12 @@ class Node:
         token: its token.
         parent: its parent; None for the root.
         score: log-probability of the path to it, where the growth asks for that.
-        ranks: its path, where the growth goes by ranks.
         place: its place in the order in which the drafter runs nodes; the root's is 0.
     """
 
     token: int
     parent: "Node | None"
     score: float = 0.0
-    ranks: Ranks = ()
     place: int = 0
 
 
@@ -101,7 +96,7 @@ class Growth(ABC):
         log-probabilities if it goes by them, and sets the next level."""
 
     @abstractmethod
-    def drafted(self) -> Iterable[Node]:
+    def drafted(self) -> Sequence[Node]:
         """The nodes to draft; parents come before their children."""
 
     @property
@@ -170,30 +165,34 @@ class ByConfidence(Growth):
 
 
 class ByRank(Growth):
-    """A static tree: which ranks are drafted below a path never changes.
+    """A static tree: which ranks are drafted where never changes.
 
     Args:
-        children: by path, the ranks that its children have.
+        shape: the tree, its nodes level by level.
     """
 
-    def __init__(self, children: Mapping[Ranks, Sequence[int]]) -> None:
-        super().__init__(1 + max((max(ranks) for ranks in children.values()), default=0))
-        self.children = children
+    def __init__(self, shape: RankedTree) -> None:
+        super().__init__(1 + max(shape.ranks, default=0))
+        self.shape = shape
         self.nodes: list[Node] = []
-        if () not in children:
+        self.numbers = [0] if shape.ranks else []
+        """Of the level's nodes in the tree."""
+        if not shape.ranks:
             self.level = []
 
     def grow(
         self, tokens_MK: Sequence[Sequence[int]], scores_MK: Sequence[Sequence[float]]
     ) -> None:
         """Adds the children that the tree has at these places."""
-        found = [
-            Node(tokens[rank], parent, ranks=(*parent.ranks, rank))
-            for parent, tokens in zip(self.level, tokens_MK, strict=False)
-            for rank in self.children[parent.ranks]
-        ]
-        self.nodes += found
-        self._run([node for node in found if node.ranks in self.children])
+        tree, ranks = self.shape
+        found = {
+            child: Node(tokens[ranks[child - 1]], parent)
+            for number, parent, tokens in zip(self.numbers, self.level, tokens_MK, strict=False)
+            for child in tree.children[number]
+        }
+        self.nodes += found.values()
+        self.numbers = [number for number in found if tree.children[number]]
+        self._run([found[number] for number in self.numbers])
 
     def drafted(self) -> list[Node]:
         """All nodes, level by level."""
@@ -215,39 +214,14 @@ def drafted(rows: Sequence[Row], growths: Sequence[Growth]) -> Proposal:
     return Proposal.from_rows(rows, trees, tokens)
 
 
-def rank_tree(
-    paths: Iterable[Ranks], budget: Budget, num_ranks: int
-) -> dict[Ranks, tuple[int, ...]]:
-    """The static tree of the first paths that fit, a node each, as `ByRank` wants it.
-
-    Args:
-        paths: the best first; one whose parent was not taken is left out.
-        budget: how deep, and how many nodes.
-        num_ranks: how many children a node can have.
-    """
-    children: dict[Ranks, tuple[int, ...]] = {}
-    taken: set[Ranks] = {()}
-    for path in paths:
-        if len(taken) > budget.nodes:
-            break
-        if len(path) > budget.depth or path[:-1] not in taken or path in taken:
-            continue
-        if path[-1] < num_ranks:
-            taken.add(path)
-            children[path[:-1]] = (*children.get(path[:-1], ()), path[-1])
-    return children
-
-
-def branching_paths(branching: Sequence[int], budget: Budget) -> Iterator[Ranks]:
-    """The paths of a tree with so many children for a node at each level, and 1 beyond, level by
-    level, as far as a budget goes."""
-
-    def levels() -> Iterator[list[Ranks]]:
-        level: list[Ranks] = [()]
-        for depth in count():
-            width = branching[depth] if depth < len(branching) else 1
-            level = [(*path, rank) for path in level for rank in range(width)][: budget.nodes]
-            yield level
-
-    within = takewhile(lambda level: len(level[0]) <= budget.depth, levels())
-    return chain.from_iterable(within)
+@lru_cache(maxsize=256)
+def branching_tree(branching: tuple[int, ...], budget: Budget) -> RankedTree:
+    """The tree with so many children for a node at each level, and 1 beyond, level by level, as far
+    as a budget goes."""
+    level: list[Ranks] = [()]
+    paths: list[Ranks] = []
+    for depth in range(budget.depth):
+        width = branching[depth] if depth < len(branching) else 1
+        level = [(*path, rank) for path in level for rank in range(width)][: budget.nodes]
+        paths += level
+    return RankTree(paths[: budget.nodes]).within(*budget, by_level=True)

@@ -1,6 +1,7 @@
 """EAGLE: it drafts what its head says, on true features wherever there are any, and its cache holds
 no others."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -159,7 +160,8 @@ def by_rank(path: Sequence[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["T=0", "T>0"])
 def test_a_static_tree_and_a_chain_are_drafted_by_rank(sampling: Sampling) -> None:
     words = "0 1 00 11 2 000 111 112 0001 1121"
-    method = make("wild3-reduced", tree="static", ranks=words)
+    ranks = json.dumps([list(map(int, word)) for word in words.split()])
+    method = make("wild3-reduced", tree="static", ranks=ranks)
     proposal = method.propose(start(method, [PROMPT], sampling), [Budget(4, 20)])
     assert set(paths(proposal)) == {by_rank(list(map(int, word))) for word in words.split()}
     assert not any(proposal.logq or [])
@@ -170,8 +172,7 @@ def test_a_static_tree_and_a_chain_are_drafted_by_rank(sampling: Sampling) -> No
 
 def test_the_default_static_tree_is_eagle1s() -> None:
     method = make(tree="static")
-    shape = method._static_tree(Budget(5, 40))
-    assert {(*path, rank) for path, ranks in shape.items() for rank in ranks} == PUBLISHED
+    assert set(method.ranks.paths) == PUBLISHED
     (tree,) = method.propose(start(method, [PROMPT]), [Budget(5, 40)]).trees
     assert [tree.depths.count(depth) for depth in range(6)] == [1, 4, 8, 8, 3, 2]
 
@@ -368,11 +369,11 @@ def test_it_says_what_it_reads_and_weighs() -> None:
         ({"tree": "bush"}, "unknown tree 'bush'; valid: dynamic, static, chain"),
         ({"drafts": "best"}, "unknown drafts 'best'; valid: top, drawn"),
         ({"top_k": "0"}, "top_k 0 is out of range"),
-        ({"tree": "static", "ranks": "0 a"}, "'a' is no path"),
-        ({"tree": "static", "ranks": "0 10 1"}, "'10' is no path, or comes before its parent"),
-        ({"ranks": "0"}, "a dynamic tree has no branching and no ranks"),
+        ({"tree": "static", "ranks": "[[0], [1, 0]]"}, r"path \[1, 0\] comes before \[1\]"),
+        ({"tree": "static", "ranks": "0 1"}, "tree '0 1': .*valid: 1,7,6, a JSON list of paths"),
+        ({"ranks": "1,2"}, "a dynamic tree has no branching and no ranks"),
         ({"tree": "chain", "branching": "2"}, "a chain tree has no branching"),
-        ({"tree": "static", "ranks": "0", "branching": "2"}, "exclude each other"),
+        ({"tree": "static", "ranks": "1,2", "branching": "2"}, "exclude each other"),
         ({"drafts": "drawn"}, "drawn drafts need a chain"),
         ({"tree": "static", "drafts": "drawn"}, "drawn drafts need a chain"),
     ],

@@ -14,12 +14,12 @@ from specbench.growing import (
     ByRank,
     Growth,
     Node,
-    branching_paths,
+    branching_tree,
     drafted,
     likeliest,
-    rank_tree,
 )
 from specbench.method import Budget, Drawer, Row
+from specbench.ranks import RankedTree, RankTree
 from specbench.sampling import Sampling
 from specbench.target import largest
 from specbench.tree import Tree
@@ -152,7 +152,9 @@ def test_fewer_tokens_than_children_give_a_smaller_tree() -> None:
     assert set(paths) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-@pytest.mark.parametrize("growth", [ByConfidence(Budget(0, 0), 4), ByRank({})])
+@pytest.mark.parametrize(
+    "growth", [ByConfidence(Budget(0, 0), 4), ByRank(RankedTree(Tree.of((-1,)), ()))]
+)
 def test_without_a_budget_nothing_is_grown(growth: Growth) -> None:
     assert not growth.level and not list(growth.drafted())
     growth.grow([[1, 2, 3, 4]], [[-1.0] * 4])
@@ -167,22 +169,14 @@ def parse(paths: str) -> list[Path]:
     return [tuple(map(int, path)) for path in paths.split()]
 
 
-def ranks(paths: str, budget: Budget, num_ranks: int = 10) -> set[Path]:
-    found, _ = grow(
-        ByRank(rank_tree(parse(paths), budget, num_ranks)), lambda path: range(0, -9, -1)
-    )
-    check_tree(found)
-    return set(found)
-
-
-def test_a_static_tree_is_the_first_paths_that_fit() -> None:
-    paths = "0 1 00 01 000 10 2 20"
-    assert ranks(paths, Budget(5, 20)) == set(parse(paths))
-    assert ranks(paths, Budget(5, 4)) == set(parse("0 1 00 01"))
-    assert ranks(paths, Budget(2, 5)) == set(parse("0 1 00 01 10"))
-    assert ranks(paths, Budget(1, 9)) == set(parse("0 1 2"))
-    assert ranks(paths, Budget(5, 20), num_ranks=2) == set(parse("0 1 00 01 000 10"))
-    assert ranks("0 0 10 00", Budget(5, 20)) == set(parse("0 00"))
+def test_a_static_tree_is_grown_level_by_level() -> None:
+    paths = parse("0 1 00 01 000 10 2 20 001")
+    for depth, nodes in itertools.product([1, 2, 3, 5], [1, 3, 4, 6, 20]):
+        growth = ByRank(RankTree(paths).within(depth, nodes, by_level=True))
+        found, _ = grow(growth, lambda path: range(0, -9, -1))
+        check_tree(found)
+        assert found == sorted(found, key=lambda path: (len(path), path))
+        assert set(found) == set([path for path in paths if len(path) <= depth][:nodes])
 
 
 @pytest.mark.parametrize("branching", [(), (2,), (2, 2), (3, 1, 2)])
@@ -194,7 +188,7 @@ def test_branching_makes_the_shapes_of_drawn_trees(
     from specbench.drafting import draft_tree
 
     budget, row = Budget(depth, nodes), Row(make_request([1]), [1])
-    growth = ByRank(rank_tree(branching_paths(branching, budget), budget, 9))
+    growth = ByRank(branching_tree(branching, budget))
     grow(growth, lambda path: range(0, -9, -1))
     same = draft_tree(
         [row],

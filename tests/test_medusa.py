@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from specbench.learned.checkpoint import load_checkpoint
 from specbench.learned.medusa import FILE, load_heads, save_heads
-from specbench.learned.trees import RankTree
 from specbench.method import Batch, Budget, Method, Proposal, Row
+from specbench.ranks import RankTree
 from specbench.sampling import Sampling
 from specbench.target import Target
 from specbench_methods.medusa import Medusa, MedusaConfig

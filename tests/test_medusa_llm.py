@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.learned.medusa import MedusaHeads, ResBlock, load_heads, numbered, save_heads
-from specbench.learned.trees import RankTree
 from specbench.method import Batch, Budget
+from specbench.ranks import RankTree
 from specbench.target import Target
 from specbench_methods.medusa import Medusa, MedusaConfig
 from tests.drafters import ASCII_VOCAB, GREEDY, looping_model, make_request

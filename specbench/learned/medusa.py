@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbench.learned.checkpoint import WEIGHTS, Checkpoint, fill, load_checkpoint, save_checkpoint
-from specbench.learned.trees import RankTree
 from specbench.learned.vocabulary import frozen_head
+from specbench.ranks import RankTree
 from specbench.target import Target
 
 FILE = "medusa_lm_head.safetensors"

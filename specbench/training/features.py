@@ -1,18 +1,20 @@
 """The target's hidden states over the corpus: computed once and kept in a file where they fit into
-a disk budget, else computed whenever they are wanted.
+a disk budget, else computed whenever they are wanted. What one training run kept, the next ones
+over the same corpus find, also those that run beside it.
 
 Shapes: B sequences, T tokens, h hidden.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from specbench.target import Target
+from specbench.target import FINAL, Target
 from specbench.training.corpus import Answered, Corpus
 from specbench.training.recipe import Sequences
 
@@ -40,18 +42,17 @@ class Features:
         lengths = [len(sequence.tokens) for sequence in corpus.sequences]
         self._starts = np.cumsum([0, *lengths])
         shape = (int(self._starts[-1]), target.hidden_size)
-        self.num_bytes = len(self.taps) * (2 * shape[0] * shape[1]) + len(lengths)
+        self.num_bytes = len(self.taps) * (2 * shape[0] * shape[1] + len(lengths))
         self.kept = self.num_bytes <= disk_bytes
         if self.kept:
             folder.mkdir(parents=True, exist_ok=True)
             self._stores = {
-                tap: _open(folder / f"hidden.{tap}.{shape[0]}.bf16", np.dtype(np.int16), shape)
+                tap: _Store(
+                    _open(folder / f"hidden.{tap}.{shape[0]}.bf16", np.dtype(np.int16), shape),
+                    _open(folder / f"known.{tap}.{shape[0]}", np.dtype(np.bool_), (len(lengths),)),
+                )
                 for tap in self.taps
             }
-            names = ".".join(map(str, self.taps))
-            self._known = _open(
-                folder / f"known.{names}.{shape[0]}", np.dtype(np.bool_), (len(lengths),)
-            )
 
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Sequences by their indices in the corpus, on the target's device."""
@@ -75,23 +76,41 @@ class Features:
         )
 
     def _hidden(self, index: int, sequence: Answered) -> dict[int, torch.Tensor]:
+        if not self.kept:
+            return self._computed(sequence, self.taps)
         place = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        if self.kept and self._known[index]:
-            return {
-                tap: torch.from_numpy(np.array(store[place]))
-                .view(torch.bfloat16)
-                .to(self.target.device)
-                for tap, store in self._stores.items()
-            }
+        unknown = [tap for tap, store in self._stores.items() if not store.known[index]]
+        if unknown:
+            for tap, states in self._computed(sequence, unknown).items():
+                self._stores[tap].states[place] = states.cpu().view(torch.int16).numpy()
+                self._stores[tap].known[index] = True
+        return {
+            tap: torch.from_numpy(np.array(store.states[place]))
+            .view(torch.bfloat16)
+            .to(self.target.device)
+            for tap, store in self._stores.items()
+        }
+
+    def _computed(self, sequence: Answered, taps: Sequence[int]) -> dict[int, torch.Tensor]:
+        last = self.target.num_layers if FINAL in taps else max(taps) + 1
         cache = self.target.new_cache(1, len(sequence.tokens))
-        found = self.target.prefill(sequence.tokens, cache, cache.add_row(), self.taps)
+        found = self.target.prefill(
+            sequence.tokens,
+            cache,
+            cache.add_row(),
+            taps,
+            skip=frozenset(range(last, self.target.num_layers)),
+        )
         # A tensor of inference mode cannot be trained on, its copy can.
-        states = {tap: found[tap][0].clone().bfloat16() for tap in self.taps}
-        if self.kept:
-            for tap, states_Th in states.items():
-                self._stores[tap][place] = states_Th.cpu().view(torch.int16).numpy()
-            self._known[index] = True
-        return states
+        return {tap: states[0].clone().bfloat16() for tap, states in found.items()}
+
+
+class _Store(NamedTuple):
+    """One tap's hidden states [T, h] of all sequences, in the bits of bfloat16, and which
+    sequences' are there."""
+
+    states: NDArray[Any]
+    known: NDArray[Any]
 
 
 def _open(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:

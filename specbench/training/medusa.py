@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from specbench.learned.medusa import MedusaHeads, save_heads
-from specbench.learned.trees import RankTree
 from specbench.learned.vocabulary import frozen_head
+from specbench.ranks import RankTree
 from specbench.target import FINAL, Target
 from specbench.training.losses import DraftTargets
 from specbench.training.recipe import DRAFT_VOCABULARY, Options, Recipe, Sequences, draft_vocabulary

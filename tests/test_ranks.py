@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.learned.trees import RankTree
+from specbench.ranks import RankTree
 from specbench.tree import Tree
 
 EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002"
