@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from specbench.messages import option
+
 if TYPE_CHECKING:
     from specbench.plan import Plan
     from specbench.records import Run
@@ -96,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", metavar="N", type=int, help="tokens of answers to train on (300000)")
     add("--minutes", metavar="M", type=float, help="of training, data apart (60)")
     add("--max-new-tokens", metavar="N", type=int, help="token budget of an answer (128)")
-    add("--batch-size", metavar="B", type=int, help="prompts answered together (32)")
+    add("--batch-size", metavar="B", type=int, help="prompts answered together (64)")
     add("--batch-tokens", metavar="N", type=int, help="tokens for each update (768)")
     add("--learning-rate", metavar="R", type=float, help="at its height (the method's own)")
     add("--vocab", metavar="N", type=int, help="tokens that can be drafted (the method's own)")
@@ -206,7 +208,7 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
         return todo
     extra = (set(given) - _RESUMABLE) | ({"set"} if knobs else set())
     if extra:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(extra))
+        names = ", ".join(map(option, sorted(extra)))
         raise ValueError(
             f"--resume goes on with the run's own settings; remove {names}; "
             "valid beside it: --workers, --no-ray"
@@ -304,9 +306,10 @@ def _train(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             say(f"specbench: interrupted; go on by --resume --out {shlex.quote(str(out))}")
             return EXIT_INTERRUPTED
-    print(
-        f"`specbench run --set {arguments.method}.weights={shlex.quote(str(out))}` drafts with it"
-    )
+    from specbench import registry
+
+    knob = f"{arguments.method}.{registry.load_method(arguments.method).weights_knob}"
+    print(f"`specbench run --set {shlex.quote(f'{knob}={out}')}` drafts with it")
     return EXIT_DONE
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specbench import registry
-from specbench.messages import in_one_line, suggest
+from specbench.messages import check_least, in_one_line, suggest
 from specbench.method import Method, MethodConfig
 from specbench.records import BASELINE
 from specbench.sampling import RULES, Sampling
@@ -74,10 +74,8 @@ class RunConfig:
             "workers": 1,
             "gpus_per_worker": 1,
         }.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value} is out of range; valid: {least} or more")
+            if getattr(self, name) is not None:
+                check_least(name, getattr(self, name), least)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; valid: {', '.join(DTYPES)}")
         if not self.workloads:

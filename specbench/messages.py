@@ -28,3 +28,18 @@ def _first_problem(error: ValidationError) -> str:
     place = ".".join(map(str, first["loc"]))
     message = first["msg"].removeprefix("Value error, ")
     return f"{place}: {message}" if place else message
+
+
+def option(name: str) -> str:
+    """A setting's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_least(name: str, value: float, least: float) -> None:
+    """Holds a setting to its least value.
+
+    Raises:
+        ValueError: it is below.
+    """
+    if value < least:
+        raise ValueError(f"{option(name)} {value} is out of range; valid: {least} or more")

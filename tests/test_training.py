@@ -16,6 +16,7 @@ from specbench.target import FINAL, Target, load_target
 from specbench.training import corpus as corpora
 from specbench.training import trainer as trainers
 from specbench.training.corpus import Answered, Corpus, Writer, write
+from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usable
 from specbench.training.recipe import draft_vocabulary
@@ -88,7 +89,7 @@ def test_the_users_turn_is_found_in_a_chat_template(target: Target) -> None:
 
 
 def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
-    target: Target, evaluated: Evaluated, tmp_path: Path
+    target: Target, evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert target.tokenizer is not None
     prompts = [f"Say {number} things about ponds." for number in range(70)]
@@ -107,6 +108,7 @@ def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
         )
         return corpus
 
+    monkeypatch.setattr(corpora, "_CHUNK", 64)
     small = grow(tmp_path / "a", 10)
     assert [one.number for one in small.sequences] == list(range(64))
     with small.path.open("a") as file:
@@ -212,7 +214,7 @@ def test_every_learned_method_is_trained_and_drafts_with_what_was_trained(
     target = load_target(str(folder), dtype="float32")
     cls = registry.load_method(method)
     config = registry.make_config(method, cls, {cls.weights_knob: str(out)})
-    assert trainers.held_out_tau(target, cls(target, config)) == card["held_out_tau"]
+    assert held_out_tau(target, cls(target, config)) == card["held_out_tau"]
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] > 0 and log[-1]["tokens_per_s"] > 0
 

@@ -17,21 +17,17 @@ from typing import Any
 import torch
 
 from specbench import provenance, registry
-from specbench.decode import Decoder
-from specbench.depth import Fixed
-from specbench.messages import in_one_line
-from specbench.method import Method, Request
-from specbench.sampling import Sampling
-from specbench.target import DEFAULT_TARGET, Target, load_target
+from specbench.target import Target, load_target
 from specbench.target.loading import cache_folder
+from specbench.training.config import TrainConfig, choose, file_settings, recipe_of
 from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
+from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, source_prompts
 from specbench.training.recipe import Options, Recipe
-from specbench.workloads import build_prompt, list_workloads, load_workload
 
 CARD = "card.json"
-_STATE, _LOG, _SETTINGS = "state.pt", "log.jsonl", "settings.json"
+_STATE, _LOG = "state.pt", "log.jsonl"
 _WARM_UP = 0.03
 _LEAST_RATE = 0.05
 _CLIP = 1.0
@@ -40,74 +36,6 @@ _WINDOW = 64
 """Sequences that are sorted by length together."""
 _CALIBRATED = 40
 """Held-out sequences that a recipe is calibrated on."""
-_EVALUATED_PROMPTS, _EVALUATED_TOKENS = 2, 48
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What to train, and for how long.
-
-    Args:
-        method: a method with a recipe.
-        target: what it will draft for.
-        prompts: a data set or file, as for workloads; None: prompts that the target invents.
-        tokens: of the target's answers, to train on.
-        minutes: of training, in all; what is spent on data and evaluation does not count.
-        max_new_tokens: of an answer.
-        batch_size: prompts that the target answers together.
-        batch_tokens: of sequences, for each update.
-        learning_rate: at its height; 0 for the recipe's own.
-        vocab: tokens that a reduced head may draft; 0 for the recipe's own.
-        unroll, layers, exit_layer: see `Options`; 0 for the recipe's own.
-        disk_gib: the most that hidden states may take on the disk.
-        evaluate_minutes: of training between two evaluations.
-        dtype: of the target; None for what the device computes in natively.
-        seed: of all that is drawn.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    method: str
-    target: str = DEFAULT_TARGET
-    prompts: str | None = None
-    tokens: int = 300_000
-    minutes: float = 60.0
-    max_new_tokens: int = 128
-    batch_size: int = 64
-    batch_tokens: int = 768
-    learning_rate: float = 0.0
-    vocab: int = 0
-    unroll: int = 0
-    layers: int = 0
-    exit_layer: int = 0
-    disk_gib: float = 8.0
-    evaluate_minutes: float = 10.0
-    dtype: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("tokens", 1),
-            ("max_new_tokens", 1),
-            ("batch_size", 1),
-            ("batch_tokens", 1),
-            ("vocab", 0),
-            ("unroll", 0),
-            ("layers", 0),
-            ("exit_layer", 0),
-        ):
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise ValueError(
-                    f"--{option} {getattr(self, name)} is out of range; valid: {least} or more"
-                )
-        for name in ("minutes", "evaluate_minutes"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                option = name.replace("_", "-")
-                raise ValueError(
-                    f"--{option} {getattr(self, name)} is out of range; valid: above 0"
-                )
 
 
 @dataclass
@@ -139,7 +67,7 @@ class Trainer:
         self, config: TrainConfig, target: Target, out: Path, say: Callable[[str], None]
     ) -> None:
         self.config, self.target, self.out, self.say = config, target, out, say
-        self.method = check_method(config.method)
+        self.method = registry.load_method(config.method)
         self.progress = Progress()
 
     def run(self) -> None:
@@ -195,7 +123,6 @@ class Trainer:
 
     def _recipe(self, corpus: Corpus) -> Recipe:
         config = self.config
-        assert self.method.Recipe is not None
         torch.manual_seed(config.seed)
         options = Options(
             vocab=config.vocab,
@@ -204,7 +131,7 @@ class Trainer:
             num_layers=config.layers,
             exit_layer=config.exit_layer,
         )
-        return self.method.Recipe(self.target, options)
+        return recipe_of(config.method)(self.target, options)
 
     def _train(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
         config, progress = self.config, self.progress
@@ -303,6 +230,7 @@ class Trainer:
         progress = self.progress
         weights = sorted(self.out.glob("*.safetensors"))
         card = {
+            "command": self.config.command,
             "method": self.config.method,
             "target": self.target.name,
             "target_weights_sha256": self.target.fingerprint,
@@ -400,90 +328,16 @@ def schedule(done: float) -> float:
     return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(angle)) / 2
 
 
-def held_out_tau(
-    target: Target,
-    method: Method,
-    num_prompts: int = _EVALUATED_PROMPTS,
-    num_tokens: int = _EVALUATED_TOKENS,
-) -> dict[str, float]:
-    """Committed tokens per step by kind of workload, greedily, on a few prompts of each that fit
-    into the target's context."""
-    assert target.tokenizer is not None
-    steps: dict[str, list[tuple[int, int]]] = {}
-    for card in list_workloads():
-        workload = load_workload(card.name, num_prompts)
-        for prompt in workload.prompts:
-            ids = build_prompt(target.tokenizer, prompt.turns[:1], (), workload.instruction)
-            if len(ids) + num_tokens > target.max_context:
-                continue
-            controller = Fixed(method.config.depth, method.config.max_nodes)
-            request = Request(id=prompt.id, prompt=ids, max_new_tokens=num_tokens)
-            (row,) = Decoder(target, method, controller, Sampling()).run([request])
-            steps.setdefault(card.kind, []).append((len(row.output), len(row.steps)))
-    return {
-        kind: round(sum(tokens for tokens, _ in found) / sum(count for _, count in found), 3)
-        for kind, found in steps.items()
-    }
-
-
 def open_run(
     given: Mapping[str, Any], out: Path, resume: bool, say: Callable[[str], None]
 ) -> Trainer:
-    """A training run in a new folder, or the one that is in a folder.
-
-    Args:
-        given: settings by name, see `TrainConfig`; beside ``resume`` those of the run that is there
-            hold, and only ``minutes`` may be others.
-        out: the folder.
-        resume: go on.
-        say: told how it goes.
+    """A training run in a new folder, or the one that is in a folder: see `choose`.
 
     Raises:
-        ValueError: a setting is not valid or not that of the run, the folder holds something else,
-        or the target cannot be loaded.
+        ValueError: as `choose`, or the target cannot be loaded.
     """
-    if resume:
-        own = _settings(out)
-        for name, value in given.items():
-            if name != "minutes" and own.get(name) != value:
-                option = name.replace("_", "-")
-                raise ValueError(
-                    f"--{option} {value} is not that of the run in {str(out)!r}, "
-                    f"{own.get(name)}; valid beside --resume: --minutes, and what it was begun with"
-                )
-        config = TrainConfig(**{**own, **given})
-    else:
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"--out {str(out)!r} is not empty; go on with it by --resume")
-        config = TrainConfig(**given)
-    check_method(config.method)
+    config = choose(given, out, resume)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(
-        config, load_target(config.target, dtype=config.dtype, device=device), out, say
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _SETTINGS).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    return trainer
-
-
-def check_method(name: str) -> type[Method]:
-    """The method with a name.
-
-    Raises:
-        ValueError: it has nothing to train.
-    """
-    method = registry.load_method(name)
-    if method.Recipe is None:
-        names, _ = registry.loadable()
-        valid = [name for name in names if registry.load_method(name).Recipe is not None]
-        raise ValueError(f"method {name!r} has nothing to train; valid: {', '.join(valid)}")
-    return method
-
-
-def _settings(out: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((out / _SETTINGS).read_text())
-        TrainConfig(**found)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"no training run in {str(out)!r}: {in_one_line(error)}") from error
-    return found
+    target = load_target(config.target, dtype=config.dtype, device=device)
+    file_settings(config, out)
+    return Trainer(config, target, out, say)
