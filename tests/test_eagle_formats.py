@@ -466,7 +466,7 @@ REFUSED: dict[str, tuple[str, Spoil, str]] = {
     "d2t beyond the vocabulary": (
         "EAGLE-3",
         lambda case: case.tensors["d2t"].add_(1),
-        r"has d2t with tokens 4..97; the target's are 0..96",
+        r"has a d2t that leaves the target's vocabulary, 0..96",
     ),
     "ids in place of offsets": (
         "EAGLE-3",

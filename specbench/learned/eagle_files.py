@@ -21,6 +21,7 @@ from specbench.learned.eagle import (
     first_shape,
     usual_taps,
 )
+from specbench.learned.vocabulary import DraftVocabulary
 from specbench.messages import in_one_line
 from specbench.target import Target
 
@@ -41,7 +42,7 @@ def load_eagle(source: str | Path, target: Target) -> EagleHead:
     }
     shape = _reader(checkpoint)(checkpoint, tensors, target)
     _check_target(checkpoint, shape, target)
-    ids_D = _draft_ids(checkpoint, tensors, target.vocab_size)
+    ids_D = _draft_ids(checkpoint, tensors, target)
     head = EagleHead(shape, target, ids_D)
     if ids_D is None:
         tensors = {key: value for key, value in tensors.items() if key not in _VOCABULARY}
@@ -197,22 +198,18 @@ def _check_target(checkpoint: Checkpoint, shape: EagleShape, target: Target) -> 
 
 
 def _draft_ids(
-    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], vocab_size: int
+    checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], target: Target
 ) -> torch.Tensor | None:
     """The ids of a reduced vocabulary; None where all tokens may be drafted."""
+    vocab_size = target.vocab_size
     size = checkpoint.config.get("draft_vocab_size") or vocab_size
     if "d2t" not in tensors:
         if size != vocab_size:
             raise checkpoint.error(f"lacks d2t for its {size} draft tokens")
         return None
-    ids_D = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+    ids_D = DraftVocabulary.from_offsets(tensors["d2t"], checkpoint, target).ids_D.cpu()
     if "draft_vocab_size" in checkpoint.config and len(ids_D) != size:
         raise checkpoint.error(f"has d2t for {len(ids_D)} draft tokens; its config says {size}")
-    if int(ids_D.min()) < 0 or int(ids_D.max()) >= vocab_size:
-        raise checkpoint.error(
-            f"has d2t with tokens {int(ids_D.min())}..{int(ids_D.max())}; the target's are "
-            f"0..{vocab_size - 1}"
-        )
     if (ids_D.diff() <= 0).any():
         raise checkpoint.error("has d2t whose tokens do not ascend")
     found = tensors.get("t2d")
