@@ -473,9 +473,14 @@ REFUSED: dict[str, tuple[str, Spoil, str]] = {
         lambda case: case.tensors.update(d2t=torch.tensor([*IDS[:-2], IDS[-1], IDS[-2]]) - 15),
         r"d2t",
     ),
-    "d2t that does not ascend": (
+    "d2t that gives a token twice": (
         "EAGLE-3",
         lambda case: case.tensors["d2t"][1:2].sub_(1),
+        r"has a d2t that gives one token twice",
+    ),
+    "d2t that does not ascend": (
+        "EAGLE-3",
+        lambda case: case.tensors["d2t"][:2].add_(torch.tensor([1, -1])),
         r"has d2t whose tokens do not ascend",
     ),
     "t2d of other tokens": (
