@@ -181,6 +181,11 @@ class Writer:
         """The share of the time that went into target forwards, those of prompts included."""
         return sum(self._seconds.values()) / max(self.speed.seconds, 1e-9)
 
+    @property
+    def prefill_share(self) -> float:
+        """That of prompts alone."""
+        return self._seconds["prefill"] / max(self.speed.seconds, 1e-9)
+
     def invent(self, seed: int, numbers: Sequence[int]) -> dict[int, str]:
         """Prompts that the target invents, by number; those that came to no end are left out."""
         tokenizer = self.target.tokenizer

@@ -5,6 +5,7 @@ over the same corpus find, also those that run beside it.
 Shapes: B sequences, T tokens, h hidden.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ class Features:
         disk_bytes: int,
     ) -> None:
         self.target, self.corpus, self.taps = target, corpus, tuple(taps)
+        self.seconds = 0.0
+        """Spent in the target."""
         lengths = [len(sequence.tokens) for sequence in corpus.sequences]
         self._starts = np.cumsum([0, *lengths])
         shape = (int(self._starts[-1]), target.hidden_size)
@@ -92,6 +95,7 @@ class Features:
         }
 
     def _computed(self, sequence: Answered, taps: Sequence[int]) -> dict[int, torch.Tensor]:
+        begin = time.perf_counter()
         last = self.target.num_layers if FINAL in taps else max(taps) + 1
         cache = self.target.new_cache(1, len(sequence.tokens))
         found = self.target.prefill(
@@ -102,7 +106,9 @@ class Features:
             skip=frozenset(range(last, self.target.num_layers)),
         )
         # A tensor of inference mode cannot be trained on, its copy can.
-        return {tap: states[0].clone().bfloat16() for tap, states in found.items()}
+        states = {tap: states[0].clone().bfloat16() for tap, states in found.items()}
+        self.seconds += time.perf_counter() - begin
+        return states
 
 
 class _Store(NamedTuple):

@@ -43,6 +43,8 @@ class Progress:
     """How far a run is; kept in its state."""
 
     seconds: float = 0.0
+    target_seconds: float = 0.0
+    """Of these, in the target, for its hidden states."""
     updates: int = 0
     tokens: int = 0
     """Written tokens that were learned from, those of repeated sequences each time."""
@@ -143,7 +145,7 @@ class Trainer:
         rate = config.learning_rate or recipe.learning_rate
         total_s = 60 * config.minutes
         saved_s = evaluated_s = progress.seconds
-        shown = _Mean()
+        shown, in_target = _Mean(), features.seconds
         for batch in self._batches(corpus):
             if progress.seconds >= total_s:
                 break
@@ -153,26 +155,26 @@ class Trainer:
             sequences = features.batch(batch)
             with self._autocast():
                 loss, scalars = recipe.loss(sequences)
-            if not loss.isfinite():
-                raise ValueError(f"the loss is {loss.item()} at update {progress.updates}")
             optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
             optimiser.step()
             progress.updates += 1
-            progress.tokens += int(sequences.written_BT.sum())
+            progress.tokens += sum(len(corpus.sequences[index].answer) for index in batch)
             shown.add({"loss": loss.detach()} | scalars)
             progress.seconds += time.perf_counter() - begin
+            progress.target_seconds += features.seconds - in_target
+            in_target = features.seconds
             if progress.seconds - evaluated_s >= 60 * config.evaluate_minutes:
                 evaluated_s = progress.seconds
                 self._evaluate(recipe, features, corpus)
             if progress.seconds - saved_s >= _SAVE_EVERY_S:
                 saved_s = progress.seconds
-                self._save_state(recipe, optimiser)
                 self._show(shown)
+                self._save_state(recipe, optimiser)
                 shown = _Mean()
-        self._save_state(recipe, optimiser)
         self._show(shown)
+        self._save_state(recipe, optimiser)
 
     def _batches(self, corpus: Corpus) -> Iterator[list[int]]:
         """Indices of sequences for one update after another, without end."""
@@ -245,6 +247,7 @@ class Trainer:
                 "updates": progress.updates,
                 "tokens_learned_from": progress.tokens,
                 "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9), 1),
+                "target_share": round(progress.target_seconds / max(progress.seconds, 1e-9), 3),
             },
             "held_out_tau": progress.tau,
             "provenance": provenance.collect() | provenance.machine(),
@@ -254,10 +257,17 @@ class Trainer:
         self.say(f"the checkpoint is in {self.out}")
 
     def _show(self, shown: "_Mean") -> None:
+        """Says and files how it goes.
+
+        Raises:
+            ValueError: the loss is no number; what was saved before is still good.
+        """
         progress = self.progress
         if not shown.count:
             return
         means = shown.means()
+        if not math.isfinite(means["loss"]):
+            raise ValueError(f"the loss is {means['loss']} at update {progress.updates}")
         speed = Speed(progress.tokens, progress.seconds)
         line = {
             "minutes": round(progress.seconds / 60, 2),
