@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -62,11 +63,20 @@ def sources() -> dict[str, Source]:
 def load_method(name: str) -> type[Method]:
     """The class of a method.
 
+    Args:
+        name: as it is known by; ``name@label`` is the same method under a name of its own, so that
+            one run can compare it with itself in other settings.
+
     Raises:
         ValueError: no such method; a dependency of it is missing; or it is not one method with
         knobs that can be set.
     """
     known = sources()
+    name, at, label = name.partition("@")
+    if at and not re.fullmatch(r"[\w-]+", label):
+        raise ValueError(
+            f"method {name}{at}{label!r} has no label; valid: letters, digits, _ and - behind the @"
+        )
     if name not in known:
         raise ValueError(
             f"unknown method {name!r}{suggest(name, known)}; valid: {', '.join(known)}"

@@ -204,6 +204,20 @@ def test_every_setting_reaches_the_run(specbench: Run, tmp_path: Path) -> None:
     }
 
 
+def test_a_run_may_hold_a_method_in_several_settings(
+    specbench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--methods vanilla@again,ngram,ngram@short --set ngram@short.depth=1"
+    assert specbench(*small_run(tmp_path / "run", *words.split(), workloads="chat.jsonl")) == 0
+    assert "ngram@short" in capsys.readouterr().out
+    run = read_run(tmp_path / "run")
+    names = {"vanilla", "vanilla@again", "ngram", "ngram@short"}
+    assert {record.method for record in run.requests} == names
+    assert run.info["methods"]["ngram@short"]["depth"] == 1 < run.info["methods"]["ngram"]["depth"]
+    assert specbench(*small_run(tmp_path / "other", "--methods", "ngram@a.b")) == 2
+    assert "valid: letters, digits, _ and - behind the @" in capsys.readouterr().err
+
+
 def test_a_run_without_a_folder_makes_one_of_its_own(
     specbench: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
