@@ -289,25 +289,21 @@ def _workloads(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from specbench import registry
+    from specbench.training.display import Terminal
     from specbench.training.trainer import open_run
     from specbench.worker import hush
 
     hush()
     given = {k: v for k, v in vars(arguments).items() if k not in ("command", "out", "resume")}
     out = vars(arguments).get("out", Path("runs") / f"train-{arguments.method}")
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with _terminable():
+    with _terminable(), Terminal() as display:
         try:
-            open_run(given, out, arguments.resume, say).run()
+            open_run(given, out, arguments.resume, display).run()
         except KeyboardInterrupt:
-            say(f"specbench: interrupted; go on by --resume --out {shlex.quote(str(out))}")
+            again = f"{arguments.method} --out {shlex.quote(str(out))} --resume"
+            display.say(f"specbench: interrupted; `specbench train {again}` goes on")
             return EXIT_INTERRUPTED
-    from specbench import registry
-
     knob = f"{arguments.method}.{registry.load_method(arguments.method).weights_knob}"
     print(f"`specbench run --set {shlex.quote(f'{knob}={out}')}` drafts with it")
     return EXIT_DONE

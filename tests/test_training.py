@@ -16,6 +16,7 @@ from specbench.target import FINAL, Target, load_target
 from specbench.training import corpus as corpora
 from specbench.training import trainer as trainers
 from specbench.training.corpus import Answered, Corpus, Writer, write
+from specbench.training.display import Display
 from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usable
@@ -104,7 +105,7 @@ def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
             num_tokens=num_tokens,
             num_new_tokens=6,
             seed=1,
-            say=lambda text: None,
+            display=Display(lambda text: None),
         )
         return corpus
 
@@ -205,7 +206,7 @@ def test_every_learned_method_is_trained_and_drafts_with_what_was_trained(
 ) -> None:
     said: list[str] = []
     out = tmp_path / "out"
-    open_run(settings(folder, tmp_path, method=method), out, False, said.append).run()
+    open_run(settings(folder, tmp_path, method=method), out, False, Display(said.append)).run()
     card = json.loads((out / trainers.CARD).read_text())
     assert card["training"]["updates"] > 0 and card["corpus"]["answer_tokens"] >= 300
     assert set(card["held_out_tau"]) >= {"code", "creative"}
@@ -238,7 +239,7 @@ def test_a_run_that_is_cut_goes_on_with_the_same_updates(
         return found["module"]  # type: ignore[no-any-return]
 
     given = settings(folder, tmp_path)
-    open_run(given, tmp_path / "whole", False, lambda text: None).run()
+    open_run(given, tmp_path / "whole", False, Display(lambda text: None)).run()
 
     class Cut(Exception):
         pass
@@ -253,10 +254,10 @@ def test_a_run_that_is_cut_goes_on_with_the_same_updates(
     monkeypatch.setattr(trainers, "_SAVE_EVERY_S", 1.0)
     monkeypatch.setattr(Trainer, "_save_state", save_and_cut)
     with pytest.raises(Cut):
-        open_run(given, tmp_path / "cut", False, lambda text: None).run()
+        open_run(given, tmp_path / "cut", False, Display(lambda text: None)).run()
     monkeypatch.setattr(Trainer, "_save_state", show)
     said: list[str] = []
-    open_run(given, tmp_path / "cut", True, said.append).run()
+    open_run(given, tmp_path / "cut", True, Display(said.append)).run()
     assert any("going on after" in text for text in said)
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert whole.keys() == cut.keys() and all(torch.equal(whole[k], cut[k]) for k in whole)

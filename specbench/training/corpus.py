@@ -7,7 +7,7 @@ Half of the answers are greedy, half are drawn.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from specbench.method import Request, Row
 from specbench.records import BASELINE
 from specbench.sampling import Sampling, request_key
 from specbench.target import Target
+from specbench.training.display import Display
 from specbench.training.prompts import Evaluated, UserTurn, opening, usable
 from specbench.workloads import build_prompt
 
@@ -223,7 +224,7 @@ def write(
     num_tokens: int,
     num_new_tokens: int,
     seed: int,
-    say: Callable[[str], None],
+    display: Display,
 ) -> None:
     """Has the target answer prompts until the corpus holds so many tokens of answers.
 
@@ -235,7 +236,7 @@ def write(
         num_tokens: of answers, wanted in all.
         num_new_tokens: the budget of an answer.
         seed: of all that is drawn.
-        say: told how far it is.
+        display: told how far it is.
     """
     tokenizer = writer.target.tokenizer
     assert tokenizer is not None, "a target without a tokenizer cannot be asked anything"
@@ -248,7 +249,7 @@ def write(
         else:
             texts = {number: prompts[number] for number in numbers if number < len(prompts)}
             if not texts:
-                say(f"all {len(prompts)} prompts are answered")
+                display.say(f"all {len(prompts)} prompts are answered")
                 return
         new = []
         for sampling in (GREEDY, DRAWN):
@@ -266,4 +267,4 @@ def write(
                 number, request = requests[row.request.id]
                 new.append(Answered(number, list(request.prompt), row.output, sampling.temperature))
         corpus.add(sorted(new, key=lambda one: one.number))
-        say(f"corpus: {corpus.num_answered} of {num_tokens} tokens, {writer.speed}")
+        display.show("corpus", corpus.num_answered, num_tokens, "tokens", f"{writer.speed}")

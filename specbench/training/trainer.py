@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +21,7 @@ from specbench.target import Target, load_target
 from specbench.target.loading import cache_folder
 from specbench.training.config import TrainConfig, choose, file_settings, recipe_of
 from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
+from specbench.training.display import Display
 from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, source_prompts
@@ -62,13 +63,11 @@ class Trainer:
         config: the settings.
         target: loaded.
         out: the folder of the run.
-        say: told how it goes, a line at a time.
+        display: told how it goes.
     """
 
-    def __init__(
-        self, config: TrainConfig, target: Target, out: Path, say: Callable[[str], None]
-    ) -> None:
-        self.config, self.target, self.out, self.say = config, target, out, say
+    def __init__(self, config: TrainConfig, target: Target, out: Path, display: Display) -> None:
+        self.config, self.target, self.out, self.display = config, target, out, display
         self.method = registry.load_method(config.method)
         self.progress = Progress()
 
@@ -84,7 +83,7 @@ class Trainer:
             int(self.config.disk_gib * 2**30),
         )
         where = "kept on the disk" if features.kept else "computed each time: too large to keep"
-        self.say(
+        self.display.say(
             f"hidden states: {features.num_bytes / 2**30:.2f} GiB, {where}; "
             f"{sum(p.numel() for p in recipe.module.parameters() if p.requires_grad) / 1e6:.2f} M "
             "parameters to train"
@@ -99,11 +98,13 @@ class Trainer:
         if config.prompts is not None:
             prompts, dropped = source_prompts(config.prompts, evaluated)
             random.Random(config.seed).shuffle(prompts)
-            self.say(f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads")
+            self.display.say(
+                f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads"
+            )
         name = corpus_name(self.target, f"{config.prompts} {config.seed}", config.max_new_tokens)
         folder = cache_folder() / "corpora" / name
         corpus = Corpus(folder)
-        self.say(f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers")
+        self.display.say(f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers")
         writer = Writer(self.target, config.batch_size)
         write(
             corpus,
@@ -113,10 +114,10 @@ class Trainer:
             num_tokens=config.tokens,
             num_new_tokens=config.max_new_tokens,
             seed=config.seed,
-            say=self.say,
+            display=self.display,
         )
         if writer.speed.tokens:
-            self.say(
+            self.display.say(
                 f"generation: {writer.speed} at batch {config.batch_size}, "
                 f"{writer.target_share:.0%} of the time in the target"
             )
@@ -165,6 +166,7 @@ class Trainer:
             progress.seconds += time.perf_counter() - begin
             progress.target_seconds += features.seconds - in_target
             in_target = features.seconds
+            self.display.move(progress.seconds / 60)
             if progress.seconds - evaluated_s >= 60 * config.evaluate_minutes:
                 evaluated_s = progress.seconds
                 self._evaluate(recipe, features, corpus)
@@ -219,7 +221,7 @@ class Trainer:
             self.config.method, self.method, {self.method.weights_knob: str(self.out)}
         )
         self.progress.tau = held_out_tau(self.target, self.method(self.target, config))
-        self.say("tau: " + ", ".join(f"{k} {v:.2f}" for k, v in self.progress.tau.items()))
+        self.display.say("tau: " + ", ".join(f"{k} {v:.2f}" for k, v in self.progress.tau.items()))
 
     def _write(self, recipe: Recipe, features: Features, corpus: Corpus) -> None:
         held_out = corpus.indices(held_out=True)[:_CALIBRATED]
@@ -254,7 +256,7 @@ class Trainer:
             "sha256": {path.name: sha256(path.read_bytes()).hexdigest() for path in weights},
         }
         (self.out / CARD).write_text(json.dumps(card, indent=2) + "\n")
-        self.say(f"the checkpoint is in {self.out}")
+        self.display.say(f"the checkpoint is in {self.out}")
 
     def _show(self, shown: "_Mean") -> None:
         """Says and files how it goes.
@@ -280,10 +282,9 @@ class Trainer:
         with (self.out / _LOG).open("a") as file:
             file.write(json.dumps(line) + "\n")
         numbers = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        self.say(
-            f"{progress.seconds / 60:.1f} of {self.config.minutes:g} min, "
-            f"{progress.updates} updates, {speed}: {numbers}"
-        )
+        minutes = round(progress.seconds / 60, 1)
+        text = f"{progress.updates} updates, {speed}: {numbers}"
+        self.display.show("training", minutes, self.config.minutes, "minutes", text)
 
     def _save_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -304,7 +305,7 @@ class Trainer:
                 value.copy_(state["module"][name])
             optimiser.load_state_dict(state["optimiser"])
             vars(self.progress).update(state["progress"])
-            self.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
+            self.display.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
 
 
 def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -338,9 +339,7 @@ def schedule(done: float) -> float:
     return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(angle)) / 2
 
 
-def open_run(
-    given: Mapping[str, Any], out: Path, resume: bool, say: Callable[[str], None]
-) -> Trainer:
+def open_run(given: Mapping[str, Any], out: Path, resume: bool, display: Display) -> Trainer:
     """A training run in a new folder, or the one that is in a folder: see `choose`.
 
     Raises:
@@ -350,4 +349,4 @@ def open_run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(config.target, dtype=config.dtype, device=device)
     file_settings(config, out)
-    return Trainer(config, target, out, say)
+    return Trainer(config, target, out, display)
