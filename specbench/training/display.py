@@ -26,7 +26,7 @@ class Display:
 
 
 class Terminal(Display):
-    """Lines, and on a terminal a bar instead of those that say how far a phase is."""
+    """Lines on standard error, and a bar if that is a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -38,13 +38,12 @@ class Terminal(Display):
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}", markup=False),
             console=console,
             # It is drawn in the process that trains.
             refresh_per_second=1,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("loading", total=None, text="")
+        self._task = self._bar.add_task("loading", total=None)
 
     def __enter__(self) -> "Terminal":
         self._bar.start()
@@ -59,15 +58,11 @@ class Terminal(Display):
         self._bar.stop()
 
     def show(self, phase: str, done: float, total: float, unit: str, text: str) -> None:
-        """Moves the bar, or says a line where there is none."""
-        if self._bar.disable:
-            super().show(phase, done, total, unit, text)
-        elif self._bar.tasks[self._task].description != phase:
-            self._bar.reset(
-                self._task, description=phase, completed=int(done), total=total, text=text
-            )
-        else:
-            self._bar.update(self._task, completed=done, total=total, text=text)
+        """Says it, and moves the bar."""
+        super().show(phase, done, total, unit, text)
+        if self._bar.tasks[self._task].description != phase:
+            self._bar.reset(self._task, description=phase, completed=int(done), total=total)
+        self._bar.update(self._task, completed=done, total=total)
 
     def move(self, done: float) -> None:
         """Moves the bar."""
