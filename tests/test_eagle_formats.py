@@ -466,17 +466,17 @@ REFUSED: dict[str, tuple[str, Spoil, str]] = {
     "d2t beyond the vocabulary": (
         "EAGLE-3",
         lambda case: case.tensors["d2t"].add_(1),
-        r"has a d2t that leaves the target's vocabulary, 0..96",
+        r"has a draft vocabulary that leaves the target's tokens, 0..96",
     ),
     "ids in place of offsets": (
         "EAGLE-3",
         lambda case: case.tensors.update(d2t=torch.tensor([*IDS[:-2], IDS[-1], IDS[-2]]) - 15),
-        r"d2t",
+        r"draft vocabulary that leaves",
     ),
     "d2t that gives a token twice": (
         "EAGLE-3",
         lambda case: case.tensors["d2t"][1:2].sub_(1),
-        r"has a d2t that gives one token twice",
+        r"has a draft vocabulary with one token twice",
     ),
     "d2t that does not ascend": (
         "EAGLE-3",

@@ -206,9 +206,12 @@ def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
             "has unknown tensors: layers.0.mlp.up_proj.weight",
         ),
         (lambda t: t.update({"norm.weight": torch.ones(31)}), r"norm.weight of shape \(31,\)"),
-        (lambda t: t.update(d2t=torch.ones(9)), "d2t that is no list of whole numbers"),
-        (lambda t: t.update(d2t=torch.tensor([0, 96])), r"d2t that leaves .* 0\.\.96"),
-        (lambda t: t.update(d2t=torch.tensor([1, 0])), "d2t that gives one token twice"),
+        (
+            lambda t: t.update(d2t=torch.ones(9)),
+            "is no list of whole numbers",
+        ),
+        (lambda t: t.update(d2t=torch.tensor([0, 96])), r"draft vocabulary that leaves .* 0\.\.96"),
+        (lambda t: t.update(d2t=torch.tensor([1, 0])), "draft vocabulary with one token twice"),
     ],
 )
 def test_tensors_that_are_not_an_adapters_are_refused_by_name(

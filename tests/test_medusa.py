@@ -262,10 +262,13 @@ def put(key: str, value: torch.Tensor) -> Callable[[Tensors], None]:
             r"has 1.1.weight of shape \(500, 32\); this target needs \(97, 32\)",
         ),
         (Tensors.clear, "has no Medusa heads, but ; valid: tensors such as"),
-        (put("d2t", torch.full((9,), 200)), "drafts token 208; target 'looping' has 97"),
+        (
+            put("d2t", torch.full((9,), 200)),
+            "draft vocabulary that leaves the target's tokens, 0..96",
+        ),
         (
             put("d2t", torch.tensor([1, 0])),
-            "has a draft vocabulary that is no list of distinct tokens",
+            "has a draft vocabulary with one token twice",
         ),
     ],
 )

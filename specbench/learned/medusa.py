@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbench.learned.checkpoint import WEIGHTS, Checkpoint, fill, load_checkpoint, save_checkpoint
-from specbench.learned.vocabulary import frozen_head
+from specbench.learned.vocabulary import DraftVocabulary, frozen_head
 from specbench.ranks import RankTree
 from specbench.target import Target
 
@@ -180,8 +180,7 @@ def load_heads(source: str | Path, target: Target) -> LoadedHeads:
             head = target.model.get_output_embeddings()
             assert head is not None
             heads.lm_head = head.__call__
-    if ids_D is not None:
-        heads.ids_D = ids_D.to(target.device)
+    heads.ids_D = ids_D
     return LoadedHeads(heads, _tree(checkpoint, heads.num_heads))
 
 
@@ -213,20 +212,10 @@ def _draft_ids(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, target: Target
 ) -> torch.Tensor | None:
     """Takes the reduced vocabulary out of the tensors, if there is one."""
-    ids_D = tensors.pop("token_map", None)
-    offsets_D = tensors.pop("d2t", None)
+    ids_D, offsets_D = tensors.pop("token_map", None), tensors.pop("d2t", None)
     if offsets_D is not None:
-        ids_D = offsets_D + torch.arange(len(offsets_D))
-    if ids_D is None:
-        return None
-    ids_D = ids_D.long()
-    if ids_D.dim() != 1 or not len(ids_D) or len(set(ids_D.tolist())) < len(ids_D):
-        raise checkpoint.error("has a draft vocabulary that is no list of distinct tokens")
-    if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < target.vocab_size:
-        raise checkpoint.error(
-            f"drafts token {int(ids_D.max())}; target {target.name!r} has {target.vocab_size}"
-        )
-    return ids_D
+        return DraftVocabulary.from_offsets(offsets_D, checkpoint, target).ids_D
+    return None if ids_D is None else DraftVocabulary.from_ids(ids_D, checkpoint, target).ids_D
 
 
 def _fill_heads(
@@ -267,7 +256,7 @@ def _fill_heads(
         # Heads over the whole vocabulary are cut to the reduced one, as vLLM does.
         for key in lm_heads:
             if len(tensors[key]) == target.vocab_size:
-                tensors[key] = tensors[key][ids_D]
+                tensors[key] = tensors[key][ids_D.cpu()]
     fill(in_vllm(heads) if is_vllm else numbered(heads), tensors, checkpoint)
     return heads
 

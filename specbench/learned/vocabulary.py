@@ -26,25 +26,36 @@ class DraftVocabulary:
         self.ids_D, self.size = ids_D, size
 
     @staticmethod
+    def from_ids(ids_D: torch.Tensor, checkpoint: Checkpoint, target: Target) -> "DraftVocabulary":
+        """From the ids that a checkpoint lists.
+
+        Raises:
+            ValueError: they are no whole numbers, leave the target's vocabulary, or one is there
+            twice.
+        """
+        if ids_D.dim() != 1 or ids_D.is_floating_point():
+            raise checkpoint.error("has a draft vocabulary that is no list of whole numbers")
+        ids_D = ids_D.long()
+        if not len(ids_D) or ids_D.min() < 0 or ids_D.max() >= target.vocab_size:
+            raise checkpoint.error(
+                "has a draft vocabulary that leaves the target's tokens, "
+                f"0..{target.vocab_size - 1}"
+            )
+        if len(set(ids_D.tolist())) < len(ids_D):
+            raise checkpoint.error("has a draft vocabulary with one token twice")
+        return DraftVocabulary(ids_D.to(target.device), target.vocab_size)
+
+    @staticmethod
     def from_offsets(
         offsets_D: torch.Tensor, checkpoint: Checkpoint, target: Target
     ) -> "DraftVocabulary":
         """From EAGLE-3's ``d2t``: draft token i is the target's token i + d2t[i].
 
         Raises:
-            ValueError: they are no whole numbers, leave the target's vocabulary, or give one token
-            twice.
+            ValueError: as `from_ids`.
         """
-        if offsets_D.dim() != 1 or offsets_D.is_floating_point():
-            raise checkpoint.error("has a d2t that is no list of whole numbers")
-        ids_D = offsets_D.long() + torch.arange(len(offsets_D))
-        if not len(ids_D) or ids_D.min() < 0 or ids_D.max() >= target.vocab_size:
-            raise checkpoint.error(
-                f"has a d2t that leaves the target's vocabulary, 0..{target.vocab_size - 1}"
-            )
-        if len(set(ids_D.tolist())) < len(ids_D):
-            raise checkpoint.error("has a d2t that gives one token twice")
-        return DraftVocabulary(ids_D.to(target.device), target.vocab_size)
+        places_D = torch.arange(offsets_D.numel()).view(offsets_D.shape)
+        return DraftVocabulary.from_ids(offsets_D + places_D, checkpoint, target)
 
     def __len__(self) -> int:
         return len(self.ids_D)
