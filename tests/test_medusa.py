@@ -264,7 +264,7 @@ def put(key: str, value: torch.Tensor) -> Callable[[Tensors], None]:
         (Tensors.clear, "has no Medusa heads, but ; valid: tensors such as"),
         (
             put("d2t", torch.full((9,), 200)),
-            "draft vocabulary that leaves the target's tokens, 0..96",
+            "has a draft vocabulary that leaves .*, 0..96",
         ),
         (
             put("d2t", torch.tensor([1, 0])),
