@@ -41,7 +41,7 @@ def likeliest(
     num_tokens = logits_BMD.shape[-1]
     on_cpu, num_blocks = logits_BMD.device.type == "cpu", num_tokens // _BLOCK
     if on_cpu and largest.available(logits_BMD.dtype, num_tokens, num_children):
-        found = largest.largest(logits_BMD.view(-1, num_tokens), num_children)
+        found = largest.largest(logits_BMD.flatten(0, 1).contiguous(), num_children)
         values = found.values - found.log_sum if log_probabilities else found.values
         shape = (*logits_BMD.shape[:2], num_children)
         return Likeliest(values.view(shape), found.indices.view(shape))

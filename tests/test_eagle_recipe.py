@@ -16,8 +16,8 @@ from tests.drafters import looping_target, own_outputs, save_tiny_drafter
 UNROLL = 4
 
 
-def new_recipe() -> EagleRecipe:
-    target = looping_target()
+def new_recipe(**sizes: int) -> EagleRecipe:
+    target = looping_target(**sizes)
     counts = torch.ones(target.vocab_size, dtype=torch.long)
     recipe = EagleRecipe(target, Options(vocab=70, token_counts=counts, unroll=UNROLL))
     recipe.stride = 1
@@ -56,9 +56,10 @@ def drafted_outputs(head: EagleHead, batch: Sequences, row: int, entry: int) -> 
     return outputs
 
 
+@pytest.mark.parametrize("head_dim", [8, 32])
 @pytest.mark.parametrize("entry", [0, 1, 5])
-def test_the_unrolled_head_computes_what_it_does_when_it_drafts(entry: int) -> None:
-    recipe = new_recipe()
+def test_the_unrolled_head_computes_what_it_does_when_it_drafts(entry: int, head_dim: int) -> None:
+    recipe = new_recipe(head_dim=head_dim)
     batch = batch_of(recipe)
     unrolled = [out.detach() for _, out in recipe.steps(batch)]
     assert len(unrolled) == UNROLL

@@ -113,3 +113,20 @@ def test_layers_that_are_not_packed_keep_their_own_code() -> None:
         AutoConfig.for_model("llama", **SIZES), attn_implementation=NAME
     )
     assert not any(lean.is_common(layer) for layer in Target(model, pack=False).layers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_rotated_alike_with_and_without_a_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the strides of the tables; one table may stand for all rows."""
+    heads = torch.randn(2, 5, 7, 64).to(dtype)
+    angles = torch.randn(1, 5, 32).repeat(1, 1, 2)
+    halves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype).chunk(2, dim=-1)
+    with torch.inference_mode():
+        for cos, sin in (halves, [half.contiguous() for half in halves]):
+            found = lean.Rotary().rotate(heads.clone()[:, :, :4], cos, sin)
+            with monkeypatch.context() as patch:
+                patch.setattr(elementwise, "available", lambda *_: False)
+                expected = lean.Rotary().rotate(heads[:, :, :4], cos, sin)
+            torch.testing.assert_close(found, expected)

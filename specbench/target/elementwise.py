@@ -36,6 +36,7 @@ def _compiles(dtype: torch.dtype) -> bool:
 def rms_norm(x: torch.Tensor, weight_w: torch.Tensor, eps: float) -> torch.Tensor:
     """weight x / sqrt(mean of x^2 + eps) over the last dimension; [..., w] -> the same."""
     x, width = x.contiguous(), x.shape[-1]
+    assert (weight_w.shape, weight_w.stride(), weight_w.dtype) == ((width,), (1,), x.dtype)
     out = torch.empty_like(x)
     if x.numel():
         pointers = x.data_ptr(), weight_w.data_ptr(), out.data_ptr()
@@ -46,6 +47,7 @@ def rms_norm(x: torch.Tensor, weight_w: torch.Tensor, eps: float) -> torch.Tenso
 def gated(gate_up_Tw: torch.Tensor) -> torch.Tensor:
     """silu(gate) up, [T, 2 w] -> [T, w]; rows may lie apart."""
     rows, width = gate_up_Tw.shape[0], gate_up_Tw.shape[1] // 2
+    assert gate_up_Tw.stride(1) == 1
     out_Tw = gate_up_Tw.new_empty(rows, width)
     if rows:
         pointers = gate_up_Tw.data_ptr(), out_Tw.data_ptr()
@@ -61,6 +63,9 @@ def rotate(heads_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) 
     the first half of them is read.
     """
     rows, num_heads, dim = heads_THD.shape
+    assert heads_THD.stride()[1:] == (dim, 1) and heads_THD.dtype == cos_TD.dtype == sin_TD.dtype
+    assert cos_TD.shape == sin_TD.shape == (rows, dim)
+    assert cos_TD.is_contiguous() and sin_TD.is_contiguous()
     if rows:
         pointers = heads_THD.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr()
         _rotate(heads_THD.dtype)(*pointers, rows, heads_THD.stride(0), num_heads, dim)

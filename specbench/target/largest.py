@@ -50,12 +50,14 @@ def largest(scores_TD: torch.Tensor, num_picks: int) -> Largest:
     """Picks from contiguous scores of a kind that is `available`, which are lost: a score that was
     picked is overwritten."""
     rows, num_scores = scores_TD.shape
+    assert scores_TD.is_contiguous()
     values = torch.empty(rows, num_picks, dtype=torch.float32, device="cpu")
     indices = torch.empty(rows, num_picks, dtype=torch.int64, device="cpu")
     # By row, the largest score and the sum of e^(score - largest).
     sums = torch.empty(rows, 2, dtype=torch.float32, device="cpu")
     num_blocks = num_scores // _BLOCK
-    blocks = torch.full((num_blocks + -num_blocks % LANES,), -torch.inf, device="cpu")
+    num_places = num_blocks + -num_blocks % LANES
+    blocks = torch.full((num_places,), -torch.inf, dtype=torch.float32, device="cpu")
     if rows:
         pointers = (x.data_ptr() for x in (scores_TD, values, indices, sums, blocks))
         _kernel(scores_TD.dtype)(*pointers, rows, num_scores, num_picks)

@@ -57,7 +57,9 @@ class Rotary:
         )
         if self.fused:
             shape = (*x_BNHD.shape[:2], 2 * half)
-            self.cos, self.sin = (x.expand(shape).flatten(0, 1) for x in (cos_BND, sin_BND))
+            self.cos, self.sin = (
+                x.expand(shape).flatten(0, 1).contiguous() for x in (cos_BND, sin_BND)
+            )
         else:
             # A rotation is then x * cos + roll(x) * sin.
             signed_BND = torch.cat([-sin_BND[..., :half], sin_BND[..., half:]], dim=-1)
