@@ -167,12 +167,17 @@ def draw(logp_V: torch.Tensor, key: int, num_draws: int = 1) -> torch.Tensor:
     """Ids drawn without replacement by Gumbel top-k (Kool et al. 2019), in drawing order; fewer if
     fewer have mass.
 
+    Raises:
+        ValueError: none has.
+
     The first of several draws is the one that a single draw with the same key gives.
     """
     if _on_cpu(logp_V):
         ids_I = torch.from_numpy(np.flatnonzero(_array(logp_V) > _LEAST_LOGP))
     else:
         ids_I = (logp_V > _LEAST_LOGP).nonzero().squeeze(-1)
+    if not len(ids_I):
+        raise ValueError("no token has any probability: the logits are no numbers")
     noisy_I = gumbel([key], ids_I)[0] + logp_V.index_select(0, ids_I)
     if num_draws > 1:
         return ids_I[noisy_I.topk(min(num_draws, len(ids_I))).indices]

@@ -1,6 +1,7 @@
 """The trainer: prompts, corpus, hidden states, updates; cut and gone on with."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specbench import registry
 from specbench.cli import main
 from specbench.sampling import Sampling
 from specbench.target import FINAL, Target, load_target
+from specbench.target.attention import NAME
 from specbench.training import corpus as corpora
 from specbench.training import trainer as trainers
 from specbench.training.corpus import Answered, Corpus, Writer, write
@@ -21,7 +25,7 @@ from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usable
 from specbench.training.recipe import draft_vocabulary
-from specbench.training.trainer import Trainer, open_run, schedule
+from specbench.training.trainer import Trainer, check_target, open_run, schedule
 from specbench.workloads import load_workload
 from tests.tiny import save_tiny_model
 
@@ -96,7 +100,7 @@ def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
     prompts = [f"Say {number} things about ponds." for number in range(70)]
 
     def grow(folder: Path, num_tokens: int) -> Corpus:
-        corpus = Corpus(folder)
+        corpus = Corpus(folder, target.vocab_size)
         write(
             corpus,
             Writer(target, 8),
@@ -116,7 +120,7 @@ def test_a_corpus_holds_the_targets_own_answers_and_only_grows(
         file.write('{"number": 64, "prom')
     whole, again = grow(tmp_path / "b", 10**6), grow(tmp_path / "a", 10**6)
     assert len(whole) == 70 and again.sequences == whole.sequences
-    assert Corpus(tmp_path / "a").sequences == whole.sequences
+    assert Corpus(tmp_path / "a", target.vocab_size).sequences == whole.sequences
     writer = Writer(target, 1)
     for one in whole.sequences[:6]:
         sampling = Sampling() if one.temperature == 0 else corpora.DRAWN
@@ -141,7 +145,7 @@ def test_the_target_invents_prompts(target: Target) -> None:
 
 
 def test_hidden_states_are_those_of_the_target_kept_or_not(target: Target, tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path)
+    corpus = Corpus(tmp_path, target.vocab_size)
     corpus.add(Answered(n, [5 + n, 6, 7][: 1 + n % 3], [8, 9, 10 + n], 0.0) for n in range(5))
     taps = (0, 2, FINAL)
     kept = Features(target, corpus, taps, tmp_path / "h", 10**9)
@@ -272,6 +276,14 @@ def test_a_run_that_is_cut_goes_on_with_the_same_updates(
         (["medusa", "--minutes", "0"], "--minutes 0.0 is out of range; valid: above 0"),
         (["medusa", "--prompts", "humaneval"], "'humaneval' is a workload"),
         (["medusa", "--resume"], "no training run in"),
+        (["medusa", "--learning-rate", "nan"], "--learning-rate nan is out of range; valid: 0..1"),
+        (["medusa", "--disk-gib", "inf"], "--disk-gib inf is out of range"),
+        (["medusa", "--seed", str(10**30)], "--seed 1000.* is out of range"),
+        (["medusa", "--dtype", "float16"], "--dtype float16 .*valid: float32, bfloat16"),
+        (["eagle", "--layers", "2"], "--layers has no meaning for eagle; valid: --unroll"),
+        (["early_exit", "--exit-layer", "9"], "exit_layer 9 is out of range; valid.*1..3"),
+        (["draft_model", "--layers", "99"], "valid.*1..4"),
+        (["medusa", "--max-new-tokens", "4096"], "leaves no room for a prompt .*valid: 1..4094"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -285,6 +297,131 @@ def test_bad_input_is_one_line(
     assert main(["train", *words, *out]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(message, error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_answered_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    """Instead of being asked again and again."""
+    given = settings(folder, tmp_path, max_new_tokens=4000)
+    long = [{"prompt": f"{n} " + "x" * 200} for n in range(300)]
+    Path(given["prompts"]).write_text("".join(json.dumps(one) + "\n" for one in long))
+    with pytest.raises(ValueError, match="of prompts 0 to 255 none can be answered"):
+        open_run(given, tmp_path / "out", False, Display(lambda text: None)).run()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("null", r"sequences.jsonl, line 2: .*remove the line or the file"),
+        ('{"number": 1}', r"line 2: .*prompt"),
+        (
+            '{"number": 1, "prompt": [1], "answer": [1000], "temperature": 0}',
+            "line 2: a token that",
+        ),
+    ],
+)
+def test_a_damaged_corpus_is_named(line: str, message: str, target: Target, tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path, target.vocab_size)
+    corpus.add([Answered(0, [1, 2], [3], 0.0)])
+    with corpus.path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        Corpus(tmp_path, target.vocab_size)
+
+
+def test_of_two_answers_to_a_prompt_the_first_counts(target: Target, tmp_path: Path) -> None:
+    """Two runs that knew nothing of each other may have made them."""
+    corpus = Corpus(tmp_path, target.vocab_size)
+    corpus.add([Answered(n, [1], [3 + n], 0.0) for n in (0, 2)])
+    corpus.add([Answered(n, [1], [9 + n], 0.0) for n in (0, 1, 2)])
+    again = Corpus(tmp_path, target.vocab_size)
+    assert [(one.number, one.answer[0]) for one in again.sequences] == [(0, 3), (2, 5), (1, 10)]
+    assert again.next_number == 3
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_hidden_states_that_are_lost_are_computed_again(
+    damage: str, target: Target, tmp_path: Path
+) -> None:
+    corpus = Corpus(tmp_path, target.vocab_size)
+    corpus.add([Answered(0, [5, 6], [7, 8], 0.0)])
+    expected = Features(target, corpus, (0,), tmp_path, 10**9).batch([0]).hidden[0]
+    (file,) = tmp_path.glob("hidden.*")
+    file.unlink() if damage == "gone" else os.truncate(file, 10)
+    found = Features(target, corpus, (0,), tmp_path, 10**9).batch([0]).hidden[0]
+    assert found.any() and torch.equal(found, expected)
+
+
+def test_hidden_states_without_room_are_computed_each_time(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    corpus = Corpus(tmp_path, target.vocab_size)
+    corpus.add([Answered(0, [5, 6], [7, 8], 0.0)])
+    features = Features(target, corpus, (0,), tmp_path, 10**9)
+    assert not features.kept and features.batch([0]).hidden[0].any()
+    assert [path.name for path in tmp_path.iterdir()] == ["sequences.jsonl"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_spoils_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, out = settings(folder, tmp_path, evaluate_minutes=0.0001), tmp_path / "out"
+    recipe = registry.load_method("medusa").Recipe
+    assert recipe is not None
+    loss = recipe.loss
+
+    def broken(self: Any, batch: Any) -> Any:
+        total, shown = loss(self, batch)
+        return total * (torch.nan if (out / "config.json").is_file() else 1.0), shown
+
+    monkeypatch.setattr(recipe, "loss", broken)
+    with pytest.raises(ValueError, match="the loss is nan at update"):
+        open_run(given, out, False, Display(lambda text: None)).run()
+    (weights,) = out.glob("*.safetensors")
+    assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
+
+
+@pytest.mark.parametrize("damage", ["empty", "list", "shape", "seconds", "target"])
+def test_a_damaged_state_is_named(damage: str, folder: Path, tmp_path: Path) -> None:
+    given, out = settings(folder, tmp_path), tmp_path / "out"
+    open_run(given, out, False, Display(lambda text: None)).run()
+    path = out / "state.pt"
+    state = torch.load(path, weights_only=True)
+    if damage == "shape":
+        state["module"] = {name: weight[:1] for name, weight in state["module"].items()}
+    elif damage == "seconds":
+        state["progress"]["seconds"] = math.nan
+    elif damage == "target":
+        state["target"] = "another"
+    torch.save([] if damage == "list" else state, path)
+    if damage == "empty":
+        path.write_bytes(b"")
+    message = "other weights" if damage == "target" else f"{path} is damaged"
+    with pytest.raises(ValueError, match=message):
+        open_run(given, out, True, Display(lambda text: None)).run()
+
+
+def test_a_target_that_caps_its_logits_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "gemma2",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=0.5,
+        initializer_range=0.5,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    with pytest.raises(ValueError, match="scales or caps the logits"):
+        check_target(Target(model, name="capped"), 16)
 
 
 def test_a_folder_that_is_not_empty_is_not_written_over(

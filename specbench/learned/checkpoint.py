@@ -3,7 +3,8 @@ accounted for."""
 
 import json
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,25 @@ class Checkpoint:
     def error(self, problem: str) -> ValueError:
         """An error that names the checkpoint."""
         return ValueError(f"checkpoint {self.name!r} {problem}")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, what its config or tensors have that no code here expects is an error that names
+        the checkpoint."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except (
+            TypeError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            ArithmeticError,
+            AssertionError,
+        ) as error:
+            kind = type(error).__name__
+            raise self.error(f"cannot be read ({kind}: {in_one_line(error)})") from error
 
     def check_made_for(self, wanted: Mapping[str, Any]) -> None:
         """Holds its config to a target's.
@@ -122,11 +142,11 @@ def _weight_files(folder: Path, files: Sequence[str], name: str) -> list[Path]:
         if index.is_file():
             try:
                 shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, LookupError, AttributeError) as error:
+                return [folder / shard for shard in shards]
+            except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"checkpoint {name!r}: {index.name}: {in_one_line(error)}"
                 ) from error
-            return [folder / shard for shard in shards]
     raise ValueError(f"checkpoint {name!r} has no weights; valid: {', '.join(files)}")
 
 

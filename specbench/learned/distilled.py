@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specbench.learned.checkpoint import CONFIG, fill, load_checkpoint, save_checkpoint
+from specbench.learned.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    fill,
+    load_checkpoint,
+    save_checkpoint,
+)
 from specbench.learned.vocabulary import DraftVocabulary
 from specbench.target import Target
 from specbench.target.copies import plain_layers
@@ -69,6 +75,11 @@ def load_distilled(source: str | Path, target: Target) -> Distilled:
         of its layers.
     """
     checkpoint = load_checkpoint(source)
+    with checkpoint.reading():
+        return _load(checkpoint, target)
+
+
+def _load(checkpoint: Checkpoint, target: Target) -> Distilled:
     if checkpoint.config.get("drafter") != KIND:
         raise checkpoint.error(f"is no drafter of kind {KIND!r}")
     checkpoint.check_made_for(_made_for(target))
@@ -78,6 +89,8 @@ def load_distilled(source: str | Path, target: Target) -> Distilled:
             f"has num_hidden_layers {num_layers!r}; valid for this target: 1..{target.num_layers}"
         )
     tensors, vocabulary = dict(checkpoint.tensors), None
+    if "draft_vocab_size" in checkpoint.config and "d2t" not in tensors:
+        raise checkpoint.error(f"lacks d2t for its {checkpoint.config['draft_vocab_size']} tokens")
     if "d2t" in tensors:
         vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), checkpoint, target)
     model = plain_layers(target, num_layers)
@@ -89,7 +102,7 @@ def load_distilled(source: str | Path, target: Target) -> Distilled:
         _shared_head(target) if vocabulary is None else vocabulary.head(target)
     )
     num_bytes = _num_bytes(own) + (_num_bytes(_head_weights(model)) if vocabulary else 0)
-    drafter = Target(model.requires_grad_(False), target.tokenizer, name=str(source))
+    drafter = Target(model.requires_grad_(False), target.tokenizer, name=checkpoint.name)
     drafter.num_weight_bytes = num_bytes
     return Distilled(drafter, vocabulary)
 

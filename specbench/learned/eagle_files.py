@@ -21,11 +21,11 @@ from specbench.learned.eagle import (
     first_shape,
     usual_taps,
 )
+from specbench.learned.layers import check_layer
 from specbench.learned.vocabulary import DraftVocabulary
 from specbench.messages import in_one_line
 from specbench.target import Target
 
-_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _VOCABULARY = ("d2t", "t2d")
 
 
@@ -37,6 +37,11 @@ def load_eagle(source: str | Path, target: Target) -> EagleHead:
         another target.
     """
     checkpoint = load_checkpoint(source)
+    with checkpoint.reading():
+        return _load(checkpoint, target)
+
+
+def _load(checkpoint: Checkpoint, target: Target) -> EagleHead:
     tensors = {
         key.replace("midlayer.", "layers.0.", 1): value for key, value in checkpoint.tensors.items()
     }
@@ -149,22 +154,9 @@ def _layer_config(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Any:
         config = kind(**known)
     except Exception as error:  # transformers has its own for a bad value
         raise checkpoint.error(f"has a bad config: {in_one_line(error)}") from error
-    rope: dict[str, Any] = dict(config.rope_parameters or {})
-    for problem, is_there in (
-        (f"hidden_act {config.hidden_act!r}; valid: 'silu'", config.hidden_act != "silu"),
-        (
-            f"rotary embeddings of type {rope.get('rope_type')!r}; valid: any that do not change "
-            "with the length",
-            rope.get("rope_type") in _ROPE_BY_LENGTH,
-        ),
-        ("partial rotary embeddings", rope.get("partial_rotary_factor", 1) != 1),
-        (
-            "layers of sliding attention",
-            "sliding_attention" in (settings.get("layer_types") or ()),
-        ),
-    ):
-        if is_there:
-            raise checkpoint.error(f"has {problem}")
+    if "sliding_attention" in (settings.get("layer_types") or ()):
+        raise checkpoint.error("has layers of sliding attention")
+    check_layer(config, checkpoint)
     return config
 
 
@@ -189,7 +181,11 @@ def _check_target(checkpoint: Checkpoint, shape: EagleShape, target: Target) -> 
             raise checkpoint.error(
                 f"is made for a target with {what} {its}; {target.name!r} has {ours}"
             )
-    layers = [tap for tap in shape.taps if shape.fused and not 0 <= tap < target.num_layers]
+    layers = [
+        tap
+        for tap in shape.taps
+        if shape.fused and not (type(tap) is int and 0 <= tap < target.num_layers)
+    ]
     if layers:
         raise checkpoint.error(
             f"reads the output of layer {layers[0]}; {target.name!r} has layers "

@@ -24,6 +24,7 @@ from specbench.learned.layers import (
     Nodes,
     RMSNorm,
     Rotary,
+    check_layer,
     open_nodes,
     prepare,
 )
@@ -188,6 +189,11 @@ def load_exit_adapter(source: str | Path, target: Target, exit_layer: int = 0) -
         are not those of an adapter.
     """
     checkpoint = load_checkpoint(source)
+    with checkpoint.reading():
+        return _load(checkpoint, target, exit_layer)
+
+
+def _load(checkpoint: Checkpoint, target: Target, exit_layer: int) -> ExitAdapter:
     config = _config(checkpoint, target)
     tensors = {
         # Older versions of transformers stored these; they follow from the config.
@@ -195,6 +201,7 @@ def load_exit_adapter(source: str | Path, target: Target, exit_layer: int = 0) -
         for key, value in checkpoint.tensors.items()
         if not key.endswith("rotary_emb.inv_freq")
     }
+    check_layer(config, checkpoint)
     setattr(config, "exit_layer", _exit_layer(checkpoint, target, exit_layer))  # noqa: B010
     vocabulary = None
     if "d2t" in tensors:

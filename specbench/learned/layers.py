@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specbench.learned.checkpoint import Checkpoint
 from specbench.target import KVCache, Target, elementwise, lean, packing
 from specbench.target.attention import grouped_attention, note_extents
 from specbench.target.masks import row_extents, tree_mask, tree_positions
@@ -23,6 +24,31 @@ Rotations = tuple[torch.Tensor, torch.Tensor]
 Rotary = LlamaRotaryEmbedding
 """From a config with ``rope_parameters``; called with any tensor of the wanted type and positions
 [B, N], gives `Rotations`."""
+
+
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+
+
+def check_layer(config: Any, checkpoint: Checkpoint) -> None:
+    """Holds a checkpoint's config to what the parts here compute.
+
+    Raises:
+        ValueError: names what it has beyond that.
+    """
+    rope: dict[str, Any] = dict(config.rope_parameters or {})
+    for problem, is_there in (
+        (f"hidden_act {config.hidden_act!r}; valid: 'silu'", config.hidden_act != "silu"),
+        (
+            f"rotary embeddings of type {rope.get('rope_type')!r}; valid: any that do not change "
+            "with the length",
+            rope.get("rope_type") in _ROPE_BY_LENGTH,
+        ),
+        ("partial rotary embeddings", rope.get("partial_rotary_factor", 1) != 1),
+    ):
+        if is_there:
+            raise checkpoint.error(f"has {problem}")
+    with checkpoint.reading():
+        Rotary(config)
 
 
 class Nodes(NamedTuple):

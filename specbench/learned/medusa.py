@@ -164,6 +164,11 @@ def load_heads(source: str | Path, target: Target) -> LoadedHeads:
         heads made for another target.
     """
     checkpoint = load_checkpoint(source, _FILES)
+    with checkpoint.reading():
+        return _load(checkpoint, target)
+
+
+def _load(checkpoint: Checkpoint, target: Target) -> LoadedHeads:
     for name, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if checkpoint.config.get(name, expected) != expected:
             raise checkpoint.error(
@@ -270,7 +275,8 @@ def _tree(checkpoint: Checkpoint, num_heads: int) -> RankTree:
     ]
     try:
         if "tree" in config:
-            return RankTree.from_json(config["tree"])
+            tree = RankTree.from_json(config["tree"])
+            return RankTree(path for path in tree.paths if len(path) <= num_heads)
         return RankTree.from_accuracy(accuracy[:num_heads], _TREE_NODES)
     except (TypeError, ValueError) as error:
         raise checkpoint.error(f"has no valid tree or rank_accuracy: {error}") from error

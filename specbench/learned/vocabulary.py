@@ -33,7 +33,7 @@ class DraftVocabulary:
             ValueError: they are no whole numbers, leave the target's vocabulary, or one is there
             twice.
         """
-        if ids_D.dim() != 1 or ids_D.is_floating_point():
+        if ids_D.dim() != 1 or ids_D.is_floating_point() or ids_D.is_complex():
             raise checkpoint.error("has a draft vocabulary that is no list of whole numbers")
         ids_D = ids_D.long()
         if not len(ids_D) or ids_D.min() < 0 or ids_D.max() >= target.vocab_size:

@@ -293,7 +293,9 @@ class Target:
             own = (
                 self.model(input_ids=branch.to(self.device), use_cache=False).logits[0, 2:].float()
             )
-            self.bitwise = self._scores_alone(branch[:, 2:], out.logits_BMV[0, [0, 2, 3]])
+            self.bitwise = self.kernels == packing.BlockedProduct.name and self._scores_alone(
+                branch[:, 2:], out.logits_BMV[0, [0, 2, 3]]
+            )
         except (
             TypeError,
             AttributeError,

@@ -7,7 +7,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from specbench import registry
 from specbench.messages import check_least, in_one_line, option
@@ -15,6 +17,7 @@ from specbench.target import DEFAULT_TARGET
 from specbench.training.recipe import Recipe
 
 _FILE = "settings.json"
+_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class TrainConfig:
     Raises:
         ValueError: a value out of range.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     method: str
     target: str = DEFAULT_TARGET
@@ -76,7 +81,18 @@ class TrainConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{option(name)} {value} is out of range; valid: above 0")
-        recipe_of(self.method)
+        for name, most in {"learning_rate": 1.0, "disk_gib": 1e6, "seed": 2**63 - 1}.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{option(name)} {getattr(self, name)} is out of range; valid: 0..{most:g}"
+                )
+        if self.dtype not in (None, *_DTYPES):
+            raise ValueError(f"--dtype {self.dtype} is not valid; valid: {', '.join(_DTYPES)}")
+        uses = recipe_of(self.method).uses
+        for name in ("unroll", "layers", "exit_layer"):
+            if getattr(self, name) and name not in uses:
+                valid = ", ".join(option(one) for one in sorted(uses))
+                raise ValueError(f"{option(name)} has no meaning for {self.method}; valid: {valid}")
 
     @property
     def command(self) -> str:
@@ -112,8 +128,8 @@ def settings_in(out: Path) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = json.loads((out / _FILE).read_text())
-        TrainConfig(**found)
-    except (OSError, ValueError, TypeError) as error:
+        TypeAdapter(TrainConfig).validate_python(found)
+    except (OSError, ValueError) as error:
         raise ValueError(f"no training run in {str(out)!r}: {in_one_line(error)}") from error
     return found
 

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
 from specbench import registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
+from specbench.messages import in_one_line
 from specbench.method import Request, Row
 from specbench.records import BASELINE
 from specbench.sampling import Sampling, request_key
@@ -60,12 +62,20 @@ class Corpus:
 
     Args:
         folder: made if it is not there. A last line that was cut off is dropped.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: a line of it is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / _FILE
-        self.sequences = list(_read(self.path))
+        # The first of a number counts: two runs at once may have made the same.
+        found: dict[int, Answered] = {}
+        for one in _read(self.path, vocab_size):
+            found.setdefault(one.number, one)
+        self.sequences = list(found.values())
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -77,9 +87,8 @@ class Corpus:
 
     @property
     def next_number(self) -> int:
-        """Of the first prompt that was not asked yet."""
-        last = self.sequences[-1].number if self.sequences else -1
-        return (last // _CHUNK + 1) * _CHUNK if last >= 0 else 0
+        """Of the prompt to ask next."""
+        return max((one.number for one in self.sequences), default=-1) + 1
 
     def add(self, sequences: Iterable[Answered]) -> None:
         """Appends sequences, on the disk at once."""
@@ -107,14 +116,23 @@ class Corpus:
         return torch.bincount(torch.tensor(written, dtype=torch.long), minlength=vocab_size)
 
 
-def _read(path: Path) -> Iterator[Answered]:
+def _read(path: Path, vocab_size: int) -> Iterator[Answered]:
     if not path.is_file():
         return
     whole, newline, rest = path.read_text().rpartition("\n")
     if rest:
         path.write_text(whole + newline)
-    for line in whole.splitlines():
-        yield Answered(**json.loads(line))
+    adapter = TypeAdapter(Answered)
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            found: Answered = adapter.validate_json(line)
+            if not all(0 <= token < vocab_size for token in found.tokens):
+                raise ValueError(f"a token that the target has not; valid: 0..{vocab_size - 1}")
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: {in_one_line(error)}; remove the line or the file"
+            ) from error
+        yield found
 
 
 def corpus_name(target: Target, source: str, num_new_tokens: int) -> str:
@@ -237,12 +255,17 @@ def write(
         num_new_tokens: the budget of an answer.
         seed: of all that is drawn.
         display: told how far it is.
+
+    Raises:
+        ValueError: a whole chunk of prompts cannot be answered.
     """
     tokenizer = writer.target.tokenizer
     assert tokenizer is not None, "a target without a tokenizer cannot be asked anything"
     longest = writer.target.max_context - num_new_tokens
+    next_number = corpus.next_number
     while corpus.num_answered < num_tokens:
-        numbers = range(corpus.next_number, corpus.next_number + _CHUNK)
+        numbers = range(next_number, next_number + _CHUNK)
+        next_number += _CHUNK
         if prompts is None:
             texts = writer.invent(seed, numbers)
             texts = {number: texts[number] for number in usable(texts, evaluated)}
@@ -266,5 +289,12 @@ def write(
             for row in writer.answers([request for _, request in requests.values()], sampling):
                 number, request = requests[row.request.id]
                 new.append(Answered(number, list(request.prompt), row.output, sampling.temperature))
+        if not new:
+            raise ValueError(
+                f"of prompts {numbers[0]} to {numbers[-1]} none can be answered: the target "
+                f"invents none that ends, or {num_new_tokens} tokens more do not fit into its "
+                f"context of {writer.target.max_context}; valid: other --prompts, fewer "
+                "--max-new-tokens"
+            )
         corpus.add(sorted(new, key=lambda one: one.number))
         display.show("corpus", corpus.num_answered, num_tokens, "tokens", f"{writer.speed}")

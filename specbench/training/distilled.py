@@ -17,6 +17,7 @@ class DistilledRecipe(Distillation):
 
     taps = (FINAL,)
     learning_rate = 5e-4
+    uses = frozenset({"layers"})
 
     def __init__(self, target: Target, options: Options) -> None:
         super().__init__(target, options)

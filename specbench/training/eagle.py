@@ -32,6 +32,7 @@ class EagleRecipe(Recipe):
     """
 
     learning_rate = 8e-4
+    uses = frozenset({"unroll"})
     module: EagleHead
 
     def __init__(self, target: Target, options: Options) -> None:

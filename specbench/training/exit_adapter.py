@@ -22,6 +22,7 @@ class ExitAdapterRecipe(Distillation):
     """The adapter starts as the target's last layer, behind a fifth of the layers by default."""
 
     learning_rate = 5e-4
+    uses = frozenset({"exit_layer"})
     module: ExitAdapter
 
     def __init__(self, target: Target, options: Options) -> None:

@@ -5,6 +5,7 @@ over the same corpus find, also those that run beside it.
 Shapes: B sequences, T tokens, h hidden.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,13 +50,11 @@ class Features:
         self.kept = self.num_bytes <= disk_bytes
         if self.kept:
             folder.mkdir(parents=True, exist_ok=True)
-            self._stores = {
-                tap: _Store(
-                    _open(folder / f"hidden.{tap}.{shape[0]}.bf16", np.dtype(np.int16), shape),
-                    _open(folder / f"known.{tap}.{shape[0]}", np.dtype(np.bool_), (len(lengths),)),
-                )
-                for tap in self.taps
-            }
+            try:
+                self._stores = {tap: _Store.open(folder, tap, shape, len(lengths)) for tap in taps}
+            except OSError:
+                # There is no room for them.
+                self.kept = False
 
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Sequences by their indices in the corpus, on the target's device."""
@@ -118,12 +117,35 @@ class _Store(NamedTuple):
     states: NDArray[Any]
     known: NDArray[Any]
 
+    @staticmethod
+    def open(folder: Path, tap: int, shape: tuple[int, int], num_sequences: int) -> "_Store":
+        """What a folder holds for a tap, made with nothing known if it is not there whole.
 
-def _open(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """An array in a file, made of zeros if it is not there."""
-    mode = "r+" if path.is_file() else "w+"
-    found: NDArray[np.generic] = np.memmap(path, dtype=dtype, mode=mode, shape=shape)  # type: ignore[call-overload]
-    return found
+        Raises:
+            OSError: there is no room for it.
+        """
+        files = folder / f"hidden.{tap}.{shape[0]}.bf16", folder / f"known.{tap}.{shape[0]}"
+        sizes = 2 * shape[0] * shape[1], num_sequences
+        if any(not f.is_file() or f.stat().st_size != s for f, s in zip(files, sizes, strict=True)):
+            for file, size in zip(files, sizes, strict=True):
+                _reserve(file, size)
+        return _Store(
+            np.memmap(files[0], np.int16, "r+", shape=shape),
+            np.memmap(files[1], np.bool_, "r+", shape=(num_sequences,)),
+        )
+
+
+def _reserve(file: Path, size: int) -> None:
+    """A file of zeros that has all its room on the disk: a mapped file that finds none later kills
+    the process."""
+    with file.open("wb") as opened:
+        try:
+            opened.truncate(size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(opened.fileno(), 0, size)
+        except OSError:
+            file.unlink()
+            raise
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:

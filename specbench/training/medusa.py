@@ -35,6 +35,7 @@ class MedusaRecipe(Recipe):
     """
 
     taps = (FINAL,)
+    uses = frozenset({"unroll", "layers"})
     module: MedusaHeads
 
     def __init__(self, target: Target, options: Options) -> None:

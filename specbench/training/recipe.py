@@ -64,6 +64,8 @@ class Recipe(ABC):
     """
 
     taps: ClassVar[tuple[int, ...]] = ()
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Of ``unroll``, ``layers`` and ``exit_layer``, the settings that have a meaning for it."""
     learning_rate: ClassVar[float] = 1e-3
     module: nn.Module
     """What is trained, in float32 on the target's device; only its parameters that require a

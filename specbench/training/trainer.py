@@ -3,6 +3,7 @@ where it was."""
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
+from pydantic import TypeAdapter
 
 from specbench import provenance, registry
-from specbench.target import Target, load_target
+from specbench.learned.vocabulary import frozen_head
+from specbench.messages import in_one_line
+from specbench.target import FINAL, Target, load_target
 from specbench.target.loading import cache_folder
 from specbench.training.config import TrainConfig, choose, file_settings, recipe_of
 from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
@@ -26,6 +31,7 @@ from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, source_prompts
 from specbench.training.recipe import Options, Recipe
+from specbench.tree import Tree
 
 CARD = "card.json"
 _STATE, _LOG = "state.pt", "log.jsonl"
@@ -64,17 +70,25 @@ class Trainer:
         target: loaded.
         out: the folder of the run.
         display: told how it goes.
+
+    Raises:
+        ValueError: the target cannot be trained for, or not so.
     """
 
     def __init__(self, config: TrainConfig, target: Target, out: Path, display: Display) -> None:
         self.config, self.target, self.out, self.display = config, target, out, display
         self.method = registry.load_method(config.method)
         self.progress = Progress()
+        check_target(target, config.max_new_tokens)
+        self.evaluated = Evaluated()
+        self.prompts = self._prompts()
+        # What the target cannot have is said before the data are made.
+        self._recipe(torch.ones(target.vocab_size, dtype=torch.long))
 
     def run(self) -> None:
         """Makes what data is missing, trains to the end, and writes the checkpoint."""
         corpus, features_folder = self._corpus()
-        recipe = self._recipe(corpus)
+        recipe = self._recipe(corpus.token_counts(self.target.vocab_size))
         features = Features(
             self.target,
             corpus,
@@ -82,7 +96,7 @@ class Trainer:
             features_folder,
             int(self.config.disk_gib * 2**30),
         )
-        where = "kept on the disk" if features.kept else "computed each time: too large to keep"
+        where = "kept on the disk" if features.kept else "computed each time: no room to keep them"
         self.display.say(
             f"hidden states: {features.num_bytes / 2**30:.2f} GiB, {where}; "
             f"{sum(p.numel() for p in recipe.module.parameters() if p.requires_grad) / 1e6:.2f} M "
@@ -91,31 +105,36 @@ class Trainer:
         self._train(recipe, features, corpus)
         self._finish(recipe, features, corpus)
 
+    def _prompts(self) -> list[str] | None:
+        """What the target is asked; None for what it invents."""
+        if self.config.prompts is None:
+            return None
+        prompts, dropped = source_prompts(self.config.prompts, self.evaluated)
+        random.Random(self.config.seed).shuffle(prompts)
+        self.display.say(f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads")
+        return prompts
+
     def _corpus(self) -> tuple[Corpus, Path]:
         config = self.config
-        evaluated = Evaluated()
-        prompts = None
-        if config.prompts is not None:
-            prompts, dropped = source_prompts(config.prompts, evaluated)
-            random.Random(config.seed).shuffle(prompts)
-            self.display.say(
-                f"{len(prompts)} prompts, {dropped} dropped: they overlap the workloads"
-            )
         name = corpus_name(self.target, f"{config.prompts} {config.seed}", config.max_new_tokens)
         folder = cache_folder() / "corpora" / name
-        corpus = Corpus(folder)
-        self.display.say(f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers")
+        folder.mkdir(parents=True, exist_ok=True)
         writer = Writer(self.target, config.batch_size)
-        write(
-            corpus,
-            writer,
-            prompts,
-            evaluated,
-            num_tokens=config.tokens,
-            num_new_tokens=config.max_new_tokens,
-            seed=config.seed,
-            display=self.display,
-        )
+        with FileLock(folder / ".lock"):  # another run may be making the same
+            corpus = Corpus(folder, self.target.vocab_size)
+            self.display.say(
+                f"corpus {folder}: {corpus.num_answered} tokens in {len(corpus)} answers"
+            )
+            write(
+                corpus,
+                writer,
+                self.prompts,
+                self.evaluated,
+                num_tokens=config.tokens,
+                num_new_tokens=config.max_new_tokens,
+                seed=config.seed,
+                display=self.display,
+            )
         if writer.speed.tokens:
             self.display.say(
                 f"generation: {writer.speed} at batch {config.batch_size}, "
@@ -124,12 +143,12 @@ class Trainer:
         corpus.cut(config.tokens)
         return corpus, folder
 
-    def _recipe(self, corpus: Corpus) -> Recipe:
+    def _recipe(self, token_counts: torch.Tensor) -> Recipe:
         config = self.config
         torch.manual_seed(config.seed)
         options = Options(
             vocab=config.vocab,
-            token_counts=corpus.token_counts(self.target.vocab_size),
+            token_counts=token_counts,
             unroll=config.unroll,
             num_layers=config.layers,
             exit_layer=config.exit_layer,
@@ -169,6 +188,8 @@ class Trainer:
             self.display.move(progress.seconds / 60)
             if progress.seconds - evaluated_s >= 60 * config.evaluate_minutes:
                 evaluated_s = progress.seconds
+                self._show(shown)
+                shown = _Mean()
                 self._evaluate(recipe, features, corpus)
             if progress.seconds - saved_s >= _SAVE_EVERY_S:
                 saved_s = progress.seconds
@@ -289,23 +310,72 @@ class Trainer:
     def _save_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         state = {
+            "target": self.target.fingerprint,
             "module": _trained(recipe),
             "optimiser": optimiser.state_dict(),
             "progress": dataclasses.asdict(self.progress),
         }
-        part = self.out / f"{_STATE}.part"
-        torch.save(state, part)
-        os.replace(part, self.out / _STATE)
+        data = io.BytesIO()
+        torch.save(state, data)
+        path, part = self.out / _STATE, self.out / f"{_STATE}.part"
+        try:
+            part.write_bytes(data.getbuffer())
+            os.replace(part, path)
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written: {in_one_line(error)}; what was saved before is kept"
+            ) from error
 
     def _load_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
         path = self.out / _STATE
-        if path.is_file():
+        if not path.is_file():
+            return
+        try:
             state = torch.load(path, map_location=self.target.device, weights_only=True)
-            for name, value in _trained(recipe).items():
-                value.copy_(state["module"][name])
+            progress = TypeAdapter(Progress).validate_python(state["progress"])
+            if not math.isfinite(progress.seconds):
+                raise ValueError(f"{progress.seconds} seconds of training")
+            found, saved = _trained(recipe), state["module"]
+            if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in saved.items()}:
+                raise ValueError("weights of another shape")
             optimiser.load_state_dict(state["optimiser"])
-            vars(self.progress).update(state["progress"])
-            self.display.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
+        except Exception as error:
+            raise ValueError(
+                f"{path} is damaged ({in_one_line(error)}); valid: remove it to begin again"
+            ) from error
+        if state.get("target", self.target.fingerprint) != self.target.fingerprint:
+            raise ValueError(f"{path} is of a run with other weights of {self.target.name!r}")
+        for name, value in found.items():
+            value.copy_(saved[name])
+        vars(self.progress).update(vars(progress))
+        self.display.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
+
+
+@torch.inference_mode()
+def check_target(target: Target, num_new_tokens: int) -> None:
+    """Holds a target to what the recipes take for granted.
+
+    Raises:
+        ValueError: answers do not fit into its context, or its logits are not what its head makes
+        of the last hidden state.
+    """
+    if num_new_tokens >= target.max_context - 1:
+        raise ValueError(
+            f"--max-new-tokens {num_new_tokens} leaves no room for a prompt in the context of "
+            f"target {target.name!r}; valid: 1..{target.max_context - 2}"
+        )
+    cache = target.new_cache(1, 16)
+    cache.add_row()
+    tokens_1N = torch.arange(1, 5)[None] % target.vocab_size
+    found = target.forward(tokens_1N, [Tree.chain(3)], cache, taps=[FINAL])
+    head = frozen_head(target, torch.arange(target.vocab_size))
+    logits_NV = head(found.taps[FINAL][0].to(head.weight.dtype)).float()
+    apart = (logits_NV.softmax(-1) - found.logits_BMV[0].float().softmax(-1)).abs().sum(-1) / 2
+    if apart.max() > 0.05:
+        raise ValueError(
+            f"target {target.name!r} scales or caps the logits of its head; drafters for such a "
+            "target cannot be trained here"
+        )
 
 
 def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -348,5 +418,6 @@ def open_run(given: Mapping[str, Any], out: Path, resume: bool, display: Display
     config = choose(given, out, resume)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(config.target, dtype=config.dtype, device=device)
+    trainer = Trainer(config, target, out, display)
     file_settings(config, out)
-    return Trainer(config, target, out, display)
+    return trainer
