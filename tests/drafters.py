@@ -22,7 +22,7 @@ from specbench.target import KVCache, Target
 from specbench.training.recipe import Options, Recipe, Sequences
 from specbench.tree import Tree
 from tests import eagle_heads
-from tests.tiny import tiny_model, tiny_tokenizer
+from specbench.conformance.models import tiny_model, tiny_tokenizer
 
 ASCII_VOCAB = 97
 """<unk>, <s>, </s>, and the 94 printable characters of ASCII, which come first in the tokenizer."""

@@ -20,7 +20,7 @@ from specbench.records import (
 )
 from specbench.shards import Shard, load_workloads, plan_shards
 from specbench.worker import Worker
-from tests.tiny import save_tiny_model
+from specbench.conformance.models import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
     installed_methods,

@@ -37,7 +37,7 @@ from tests.drafters import (
     make_request,
     reference,
 )
-from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
+from specbench.conformance.models import tiny_model, tiny_target, tiny_tokenizer
 
 PROMPT = (5, 40, 12, 77, 31, 5, 40)
 DEPTH = BUDGET.depth

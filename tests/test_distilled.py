@@ -32,7 +32,7 @@ from tests.drafters import (
     reference,
 )
 from tests.test_exit_adapter import least_loss, sequences, train
-from tests.tiny import tiny_target
+from specbench.conformance.models import tiny_target
 
 
 @cache

@@ -36,7 +36,7 @@ from tests.eagle_heads import (
     made_folder,
     write,
 )
-from tests.tiny import tiny_tokenizer
+from specbench.conformance.models import tiny_tokenizer
 
 DRAWN = Sampling(temperature=0.6)
 IDS = [i for i in range(ASCII_VOCAB) if i % 3]

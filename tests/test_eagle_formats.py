@@ -17,7 +17,7 @@ from specbench.learned.layers import open_nodes
 from specbench.target import FINAL, KVCache, Target
 from specbench.tree import Tree
 from tests.eagle_heads import Dims, Maker, Plain, Tensors, write
-from tests.tiny import tiny_model, tiny_tokenizer
+from specbench.conformance.models import tiny_model, tiny_tokenizer
 
 VOCAB = 97
 LAYERS = 9

@@ -30,7 +30,7 @@ from tests.drafters import (
     make_weights,
     reference,
 )
-from tests.tiny import tiny_tokenizer
+from specbench.conformance.models import tiny_tokenizer
 
 
 @cache

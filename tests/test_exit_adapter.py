@@ -30,7 +30,7 @@ from tests.drafters import (
     reference,
 )
 from tests.test_early_exit import make_early_exit
-from tests.tiny import tiny_model
+from specbench.conformance.models import tiny_model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, THETA, EPS = 32, 4, 2, 8, 5e4, 1e-5
 TOKENS = (5, 40, 12, 77, 31, 5, 40, 9)

@@ -18,7 +18,7 @@ from specbench.ranks import RankTree
 from specbench.target import Target
 from specbench_methods.medusa import Medusa, MedusaConfig
 from tests.drafters import ASCII_VOCAB, GREEDY, looping_model, make_request
-from tests.tiny import tiny_tokenizer
+from specbench.conformance.models import tiny_tokenizer
 
 reference: Any = pytest.importorskip(
     "medusa.model.medusa_model", reason="needs medusa-llm (pip install --no-deps medusa-llm==0.1)"

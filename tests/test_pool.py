@@ -14,7 +14,7 @@ from specbench.layout import Layout
 from specbench.progress import Progress
 from specbench.records import FailureRecord, Record, read_shard, shard_path
 from specbench.shards import Shard
-from tests.tiny import save_tiny_model
+from specbench.conformance.models import save_tiny_model
 from tests.tiny_runs import chat_prompts, tiny_config, write_prompts
 
 

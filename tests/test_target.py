@@ -19,7 +19,7 @@ from specbench.target import model as model_module
 from specbench.target.loading import attention_name
 from specbench.target.masks import tree_mask
 from specbench.tree import Tree
-from tests.tiny import tiny_model, tiny_target
+from specbench.conformance.models import tiny_model, tiny_target
 
 VOCAB, LAYERS, WINDOW = 131, 4, 5
 SIZES: dict[str, Any] = {

@@ -22,7 +22,7 @@ from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usab
 from specbench.training.recipe import draft_vocabulary
 from specbench.training.trainer import Trainer, open_run, schedule
 from specbench.workloads import load_workload
-from tests.tiny import save_tiny_model
+from specbench.conformance.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from specbench.workloads import (
     prompts_folder,
     template_sha256,
 )
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from specbench.conformance.models import CHAT_TEMPLATE, tiny_tokenizer
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SPEC_BENCH = CHECKOUT.parent / "shared" / "data" / "spec_bench" / "question.jsonl"
