@@ -50,6 +50,7 @@ MIXED = [
 ]
 """Short and long prompts and budgets, more than there are places in a batch."""
 _DRAFT_CONTEXT = 24
+_FEW = 3
 
 Run = Callable[[Trial], None]
 
@@ -178,14 +179,14 @@ def eos_mid_block(trial: Trial) -> None:
     """A token ends the output with drafts accepted behind it; at T=0, any token."""
     output, row = _outputs(trial)
     inside = [token for i, token in enumerate(output) if i not in _bonuses(row)]
-    _ends_at(trial, output, output if trial.sampling.greedy else inside[-3:])
+    _ends_at(trial, output, output if trial.sampling.greedy else inside[-_FEW:])
 
 
 @_case()
 def eos_as_bonus(trial: Trial) -> None:
     """The target's own token behind accepted drafts ends the output."""
     output, row = _outputs(trial)
-    _ends_at(trial, output, [output[i] for i in _bonuses(row)][:3])
+    _ends_at(trial, output, [output[i] for i in _bonuses(row)][:_FEW])
 
 
 def _bonuses(row: Row) -> list[int]:
@@ -229,8 +230,9 @@ def stop_string_mid_block(trial: Trial) -> None:
     """A stop string ends the output wherever it stands."""
     output, _ = _outputs(trial)
     text = _text(output)
-    ends = [(text[i : i + 2], text.index(text[i : i + 2]) + 2) for i in range(len(output) - 2)]
-    _stops(trial, output, [(stop, end, 12) for stop, end in dict(ends).items()])
+    begins = range(0, len(output) - 2, 1 if trial.sampling.greedy else _FEW)
+    ends = {text[i : i + 2]: text.index(text[i : i + 2]) + 2 for i in begins}
+    _stops(trial, output, [(stop, end, 12) for stop, end in ends.items()])
 
 
 @_case()
@@ -238,7 +240,7 @@ def stop_and_cap_same_step(trial: Trial) -> None:
     """A stop string and the budget end in the same token: it is a stop."""
     output, _ = _outputs(trial)
     text = _text(output)
-    ends = {text[i : i + 2]: text.index(text[i : i + 2]) + 2 for i in range(6)}
+    ends = {text[i : i + 2]: text.index(text[i : i + 2]) + 2 for i in range(_FEW)}
     _stops(trial, output, [(stop, end, end) for stop, end in ends.items()])
 
 
