@@ -12,10 +12,21 @@ from unittest.mock import patch
 import torch
 
 from specbench import decode, verify
-from specbench.conformance.drafters import Bigram, Shadow
+from specbench.conformance.drafters import Bigram, BigramConfig, Shadow
 from specbench.conformance.faults import BUDGET, CACHE, COUNTING, METADATA, RULE, STATE
 from specbench.decode import Cut, Decoder, cut
-from specbench.method import Batch, Budget, Drawer, Draws, Method, Proposal, Row, Step, Verdict
+from specbench.method import (
+    Batch,
+    Budget,
+    Drawer,
+    Draws,
+    Method,
+    MethodConfig,
+    Proposal,
+    Row,
+    Step,
+    Verdict,
+)
 from specbench.sampling import Sampling, choose, position_key, warp
 from specbench.target import Target
 from specbench.tree import Tree
@@ -91,7 +102,11 @@ class DepthByTheDraftedToken(Bigram):
     """Offers a drawn token only if it was a likely one: a depth control that looks at the token
     that it admits."""
 
+    Config = MethodConfig
     least: ClassVar[float] = 0.3
+
+    def __init__(self, target: Target, config: MethodConfig) -> None:
+        super().__init__(target, BigramConfig())
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Broken."""
@@ -138,8 +153,7 @@ class WrongRoot(Bigram):
 
 
 class LastDraftNotCached(Shadow):
-    """Takes its last draft token for one that its cache holds (methods' commonest fault: the
-    drafter never ran it)."""
+    """Takes its last draft token, which it never ran, for one that its cache holds."""
 
     def update(self, verdict: Verdict) -> None:
         """Broken."""
@@ -150,7 +164,7 @@ class LastDraftNotCached(Shadow):
 class LeakingState(Bigram):
     """Remembers which token followed which, in all prompts that it ever saw (llama.cpp#10455)."""
 
-    def __init__(self, target: Target, config: "Bigram.Config") -> None:  # type: ignore[name-defined]
+    def __init__(self, target: Target, config: BigramConfig) -> None:
         super().__init__(target, config)
         self.followed: dict[int, int] = {}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import islice
 
 import torch
 
@@ -25,7 +26,8 @@ ALLOWED = Budget(depth=4, nodes=12)
 
 GREEDY = Sampling()
 
-_TOLERANCE = 1e-5
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+_MOST_AUDITED = 24
 
 
 class Nothing(Method):
@@ -162,7 +164,7 @@ def check_output(row: Row, target: Target, expected: Sequence[int]) -> None:
 
 class Auditor:
     """Takes down, after each step, what the target's cache holds; `check` compares it with what a
-    fresh forward over the committed tokens writes."""
+    fresh forward over the committed tokens writes, for the first rows."""
 
     def __init__(self) -> None:
         self.held: dict[Row, list[torch.Tensor]] = {}
@@ -185,7 +187,7 @@ class Auditor:
 
     def check(self) -> None:
         """Raises a `Fault` where the two differ."""
-        for row, all_held in self.held.items():
+        for row, all_held in islice(self.held.items(), _MOST_AUDITED):
             assert self.target is not None
             fresh = self.target.new_cache(1)
             tokens = row.tokens[: all_held[-1].shape[1]]
@@ -193,7 +195,7 @@ class Auditor:
             for held in all_held:
                 right = stores(fresh)[0, :, : held.shape[1]]
                 error = (held - right).abs().amax((0, 2))
-                tolerance = _TOLERANCE * max(1.0, float(right.abs().max()))
+                tolerance = _TOLERANCE[held.dtype] * max(1.0, float(right.abs().max()))
                 if (wrong := (error > tolerance).nonzero()).numel():
                     raise Fault(
                         CACHE,

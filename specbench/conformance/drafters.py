@@ -58,20 +58,32 @@ class Oracle(Scripted):
         return tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig(BranchingConfig):
+    """Knobs of the bigram drafter.
+
+    Args:
+        blunt: flatten its distributions, so that more of its drafts are refused.
+    """
+
+    blunt: bool = False
+
+
 class Bigram(Method):
     """Drafts a chain or tree from what the target says after each token alone."""
 
-    Config = BranchingConfig
-    config: BranchingConfig
+    Config = BigramConfig
+    config: BigramConfig
 
-    def __init__(self, target: Target, config: BranchingConfig) -> None:
+    def __init__(self, target: Target, config: BigramConfig) -> None:
         super().__init__(target, config)
         tokens_V1 = torch.arange(target.vocab_size)[:, None]
         cache = target.new_cache(len(tokens_V1))
         for _ in tokens_V1:
             cache.add_row()
         trees = [Tree.chain(0)] * len(tokens_V1)
-        self.logits_VV = target.forward(tokens_V1, trees, cache).logits_BMV[:, 0].float()
+        logits_VV = target.forward(tokens_V1, trees, cache).logits_BMV[:, 0].float()
+        self.logits_VV = logits_VV * 0.2 if config.blunt else logits_VV
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Drawn or likeliest tokens."""

@@ -11,6 +11,7 @@ from specbench.conformance.models import (
     ASCII_VOCAB,
     looping_model,
     looping_target,
+    tiny_model,
     tiny_target,
     tiny_tokenizer,
 )
@@ -56,10 +57,10 @@ def wild_target() -> Target:
 
 @cache
 def law_target() -> Target:
-    """A target of few tokens, none of which ends an output."""
-    target = looping_target(vocab_size=law.VOCAB)
-    target.eos_ids = frozenset()
-    return target
+    """A target of few tokens, none of which ends an output, that drafters do not follow too
+    well."""
+    model = tiny_model(vocab_size=law.VOCAB, eos_token_id=None)
+    return Target(model, tiny_tokenizer(), name="law")
 
 
 @contextmanager

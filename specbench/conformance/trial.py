@@ -78,7 +78,6 @@ class Trial:
         *,
         budget: Budget = ALLOWED,
         method: Method | None = None,
-        audit: bool = True,
     ) -> list[Row]:
         """Decodes requests under watch.
 
@@ -89,13 +88,18 @@ class Trial:
             Fault: what is wrong.
         """
         target = target or main_target()
-        rows = self.watch(requests, target, budget=budget, method=method, audit=audit).rows
+        rows = self.watch(requests, target, budget=budget, method=method).rows
         for row in rows:
-            if self.is_exact(row, target):
-                self._check(row, target, budget)
+            if self.is_lossless(row, target) and target.dtype == torch.float32:
+                self.check(row, target, budget)
         return rows
 
-    def _check(self, row: Row, target: Target, budget: Budget) -> None:
+    def check(self, row: Row, target: Target, budget: Budget = ALLOWED) -> None:
+        """Holds an output to the target's own.
+
+        Raises:
+            Fault: it differs.
+        """
         expected = reference(target, row.request, self.sampling)
         try:
             check_output(row, target, expected)
@@ -116,11 +120,9 @@ class Trial:
         *,
         budget: Budget = ALLOWED,
         method: Method | None = None,
-        audit: bool = True,
     ) -> "Watch":
         """Decodes requests and takes down what was drafted."""
         watched = Watched(method or self.method(target))
-        is_auditable = audit and target.dtype == torch.float32
         rows = decode(
             target,
             watched,
@@ -128,17 +130,21 @@ class Trial:
             self.sampling,
             max_rows=self.max_rows,
             budget=budget,
-            auditor=Auditor() if is_auditable else None,
+            auditor=Auditor(),
             decoder=self.decoder,
         )
         return Watch(rows, watched.log)
 
-    def is_exact(self, row: Row, target: Target) -> bool:
-        """Whether the output must be the target's own, token for token."""
+    def is_lossless(self, row: Row, target: Target) -> bool:
+        """Whether the output must be the target's own, ties apart, token for token.
+
+        Raises:
+            Fault: drafts are said to be drawn where none can be.
+        """
         if row.drawn and (self.sampling.greedy or self.sampling.rule == "coupled"):
             raise Fault(METADATA, "drafts are said to be drawn where the drawer gave point masses")
         is_lossy = self.method(target).typical is not None and not self.sampling.greedy
-        return not row.drawn and not is_lossy and target.dtype == torch.float32
+        return not (row.drawn or is_lossy)
 
     def with_model(self, shuffled: bool = False, **settings: Any) -> "Trial":
         """The method with a tiny model as its drafter.
