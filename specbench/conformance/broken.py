@@ -242,9 +242,7 @@ class BonusTemperatureIgnored(Decoder):
         walks = super()._walk(proposal, logits_BNV)
         return [self._with_bonus(b, walk, proposal, logits_BNV[b]) for b, walk in enumerate(walks)]
 
-    def _with_bonus(
-        self, b: int, walk: Walk, proposal: Proposal, logits_NV: torch.Tensor
-    ) -> Walk:
+    def _with_bonus(self, b: int, walk: Walk, proposal: Proposal, logits_NV: torch.Tensor) -> Walk:
         last, row = walk.path[-1], self.rows[b]
         if self.sampling.greedy or proposal.trees[b].children[last]:
             return walk

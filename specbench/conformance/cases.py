@@ -35,7 +35,7 @@ from specbench.sampling import Sampling
 
 COUPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, rule="coupled")
 REJECTION = replace(COUPLED, rule="rejection")
-LAW = Sampling(temperature=2.0, top_k=5, top_p=0.95)
+LAW = Sampling(temperature=0.7, top_k=4, top_p=0.95)
 LEVEL = 1e-5
 """The chance that the law of one setting is called wrong and is not."""
 

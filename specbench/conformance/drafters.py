@@ -63,10 +63,10 @@ class BigramConfig(BranchingConfig):
     """Knobs of the bigram drafter.
 
     Args:
-        blunt: flatten its distributions, so that more of its drafts are refused.
+        astray: draft from what the target says after another token, so that most is refused.
     """
 
-    blunt: bool = False
+    astray: bool = False
 
 
 class Bigram(Method):
@@ -83,7 +83,7 @@ class Bigram(Method):
             cache.add_row()
         trees = [Tree.chain(0)] * len(tokens_V1)
         logits_VV = target.forward(tokens_V1, trees, cache).logits_BMV[:, 0].float()
-        self.logits_VV = logits_VV * 0.2 if config.blunt else logits_VV
+        self.logits_VV = logits_VV.roll(1, 0) if config.astray else logits_VV
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Drawn or likeliest tokens."""
@@ -140,9 +140,7 @@ class Shadow(Method):
             self.target.prefill(unseen, cache, 0, skip=self.skip)
             tokens, row_logq = row.tokens[-1:], dict[int, torch.Tensor]()
             for depth in range(min(budget)):
-                draws = self.drawer.draw(
-                    self._logits(tokens, cache), row, len(row.tokens) + depth
-                )
+                draws = self.drawer.draw(self._logits(tokens, cache), row, len(row.tokens) + depth)
                 if draws.logq_V is not None:
                     row_logq[depth] = draws.logq_V
                 tokens = tokens + draws.tokens

@@ -13,7 +13,7 @@ RULE, CACHE, COUNTING = "wrong rule", "cache", "counting"
 BUDGET, STATE, METADATA = "budget", "state", "metadata"
 ERROR = "error"
 KINDS = {
-    METADATA: "a proposal is not what it says: its root, its shape, what its tokens were drawn from",
+    METADATA: "a proposal is not what it says: its root, its shape, what its tokens come from",
     BUDGET: "more is drafted, or kept, than was allowed",
     COUNTING: "an output ends at the wrong place, or a step's counts are not what was committed",
     CACHE: "a cache does not hold what reading the committed tokens anew would write",
@@ -92,9 +92,7 @@ def difference(expected: Sequence[int], found: Sequence[int]) -> Difference | No
     return None if len(expected) == len(found) else Difference(shared, True)
 
 
-def wrong_token(
-    target: Target, row: Row, expected: Sequence[int], position: int
-) -> WrongToken:
+def wrong_token(target: Target, row: Row, expected: Sequence[int], position: int) -> WrongToken:
     """What stands there instead of what was expected."""
     output, begin = row.output, len(row.request.prompt) + position
     return WrongToken(

@@ -1,5 +1,7 @@
 """Runs the cases over a method in all its settings."""
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -35,6 +37,21 @@ class Result:
     why: str = ""
 
 
+def read_knobs(name: str, settings: Iterable[str]) -> dict[str, str]:
+    """The knobs of a method from texts ``KNOB=VALUE`` or ``METHOD.KNOB=VALUE``.
+
+    Raises:
+        ValueError: a text is neither.
+    """
+    knobs = {}
+    for setting in settings:
+        knob, equals, value = setting.removeprefix(f"{name}.").partition("=")
+        if not equals or not knob.isidentifier():
+            raise ValueError(f"{setting!r} is not valid; valid: KNOB=VALUE")
+        knobs[knob] = value
+    return knobs
+
+
 def subjects(name: str, knobs: Mapping[str, str]) -> list[Subject]:
     """A method in all settings to check it in.
 
@@ -45,7 +62,12 @@ def subjects(name: str, knobs: Mapping[str, str]) -> list[Subject]:
     Raises:
         ValueError: there is no such method, or it refuses the knobs.
     """
-    method = registry.load_path(name) if ":" in name else registry.load_method(name)
+    if ":" in name:
+        # A script's own folder comes first on the path, not the one that it is called in.
+        sys.path.insert(0, os.getcwd())
+        method = registry.load_path(name)
+    else:
+        method = registry.load_method(name)
     found = settings(name, method, knobs)
     return [one for i, one in enumerate(found) if _can_be_made(one, must=i == 0)]
 

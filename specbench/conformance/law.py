@@ -11,13 +11,13 @@ import scipy.stats
 import torch
 from numpy.typing import NDArray
 
-from specbench.method import Request, Row
 from specbench.conformance.decoding import make_request
+from specbench.method import Request, Row
 from specbench.sampling import Sampling, warp
 from specbench.target import Target
 from specbench.tree import Tree
 
-PROMPT = (3,)
+PROMPT = (5,)
 VOCAB, LENGTH = 6, 3
 NUM_OUTPUTS = 400
 LEAST_EXPECTED = 5

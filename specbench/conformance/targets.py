@@ -59,7 +59,7 @@ def wild_target() -> Target:
 def law_target() -> Target:
     """A target of few tokens, none of which ends an output, that drafters do not follow too
     well."""
-    model = tiny_model(vocab_size=law.VOCAB, eos_token_id=None)
+    model = tiny_model(vocab_size=law.VOCAB, seed=1, initializer_range=0.15, eos_token_id=None)
     return Target(model, tiny_tokenizer(), name="law")
 
 

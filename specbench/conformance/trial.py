@@ -195,9 +195,11 @@ class Trial:
 
     def _drafts_so_alone(self, drafted: Drafted, target: Target) -> bool:
         """Whether a new method, alone with the request, comes to the same draft."""
-        log = replace(self, max_rows=1).watch(
-            [drafted.request], target, method=self.new_method(target)
-        ).log
+        log = (
+            replace(self, max_rows=1)
+            .watch([drafted.request], target, method=self.new_method(target))
+            .log
+        )
         return any(one.tokens == drafted.tokens and _is_same(one, drafted) for one in log)
 
 

@@ -82,9 +82,7 @@ class _ReducedDrawer(Drawer):
     def draw(self, logits_V: torch.Tensor, row: Row, position: int, num_children: int = 1) -> Draws:
         """Greedy draws need only the order of the logits, which stay narrow."""
         if not self.sampling.greedy:
-            return self.drawer.draw(
-                self.vocabulary.widen(logits_V), row, position, num_children
-            )
+            return self.drawer.draw(self.vocabulary.widen(logits_V), row, position, num_children)
         drawn = self.drawer.draw(logits_V, row, position, num_children)
         return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
 
