@@ -16,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from specbench import verify as verify_module
+from specbench.conformance.decoding import make_request
+from specbench.conformance.models import looping_target
 from specbench.sampling import Sampling, choose, warp
 from specbench.target import Target
 from specbench.tree import Tree
-from tests.drafters import SETTINGS, Setting, decode, looping_target, make_method, make_request
+from tests.drafters import SETTINGS, Setting, decode, make_method
 
 SAMPLING = Sampling(temperature=2.0, top_p=0.95)
 PROMPT = (3,)

@@ -5,22 +5,14 @@ from functools import cache
 
 import pytest
 
+from specbench.conformance.decoding import ALLOWED, GREEDY, make_request, reference
+from specbench.conformance.models import looping_target
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.method import Request
 from specbench.sampling import Sampling
 from specbench.target import Target
-from tests.drafters import (
-    BUDGET,
-    GREEDY,
-    SETTINGS,
-    Setting,
-    decode,
-    looping_target,
-    make_method,
-    make_request,
-    reference,
-)
+from tests.drafters import SETTINGS, Setting, decode, make_method
 
 COUPLED = Sampling(temperature=0.8, top_p=0.9, rule="coupled")
 REJECTION = Sampling(temperature=0.8, top_p=0.9)
@@ -89,7 +81,7 @@ def test_a_prompt_is_decoded_alike_whatever_came_before(setting: Setting) -> Non
     first, again = (decode(target(), method, [request], REJECTION)[0] for _ in range(2))
     decode(target(), method, others, max_rows=4)
     afterwards = decode(target(), method, [request], REJECTION)[0]
-    abandoned = Decoder(target(), method, Fixed(*BUDGET), GREEDY, max_rows=3)
+    abandoned = Decoder(target(), method, Fixed(*ALLOWED), GREEDY, max_rows=3)
     abandoned.join(others[:3])
     abandoned.step()
     after_failure = decode(target(), method, [request], REJECTION)[0]
@@ -102,7 +94,7 @@ def test_a_prompt_is_decoded_alike_whatever_came_before(setting: Setting) -> Non
 @alone_and_together
 def test_every_budget_is_met_exactly(setting: Setting, max_rows: int, endless: Target) -> None:
     plain = reference(endless, make_request(PROMPT, 12))
-    budgets = range(1, BUDGET.depth + 3)
+    budgets = range(1, ALLOWED.depth + 3)
     requests = [make_request(PROMPT, budget, name=f"budget {budget}") for budget in budgets]
     rows = decode(endless, make_method(endless, setting), requests, max_rows=max_rows)
     for budget, row in zip(budgets, rows, strict=True):
@@ -139,7 +131,7 @@ def test_the_output_ends_with_the_first_stop_string(setting: Setting, endless: T
 @all_settings
 def test_a_budget_of_depth_0_makes_vanilla_of_every_method(setting: Setting) -> None:
     method = make_method(target(), setting)
-    rows = decode(target(), method, MIXED, REJECTION, max_rows=4, budget=BUDGET._replace(depth=0))
+    rows = decode(target(), method, MIXED, REJECTION, max_rows=4, budget=ALLOWED._replace(depth=0))
     for row in rows:
         assert row.output == reference(target(), row.request, REJECTION)
         assert set(row.steps) == {(0, 0, 0, 1, 0)}

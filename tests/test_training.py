@@ -11,6 +11,7 @@ import torch
 
 from specbench import registry
 from specbench.cli import main
+from specbench.conformance.models import save_tiny_model
 from specbench.sampling import Sampling
 from specbench.target import FINAL, Target, load_target
 from specbench.training import corpus as corpora
@@ -22,7 +23,6 @@ from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usab
 from specbench.training.recipe import draft_vocabulary
 from specbench.training.trainer import Trainer, open_run, schedule
 from specbench.workloads import load_workload
-from specbench.conformance.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

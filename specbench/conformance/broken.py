@@ -21,7 +21,6 @@ from specbench.method import (
     Drawer,
     Draws,
     Method,
-    MethodConfig,
     Proposal,
     Row,
     Step,
@@ -102,11 +101,10 @@ class DepthByTheDraftedToken(Bigram):
     """Offers a drawn token only if it was a likely one: a depth control that looks at the token
     that it admits."""
 
-    Config = MethodConfig
     least: ClassVar[float] = 0.3
 
-    def __init__(self, target: Target, config: MethodConfig) -> None:
-        super().__init__(target, BigramConfig())
+    def __init__(self, target: Target, config: BigramConfig) -> None:
+        super().__init__(target, replace(config, branching=()))
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Broken."""

@@ -74,7 +74,7 @@ class _Case(pytest.Item):
         if result.why:
             pytest.skip(result.why)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any) -> str:  # type: ignore[override]
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any) -> str:
         if isinstance(excinfo.value, _Failed):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo))

@@ -7,7 +7,7 @@ beside it (pairwise testing), in as few settings as a greedy search finds.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import combinations, islice, product
-from typing import Any
+from typing import Any, cast
 
 from specbench import registry
 from specbench.conformance.weights import save_tiny_drafter
@@ -105,7 +105,7 @@ def _others(config: type[MethodConfig], knob: str, default: Any) -> list[str]:
 def _choices(config: type[MethodConfig], knob: str) -> list[str]:
     """What the config's message lists as valid for a text that is not."""
     try:
-        config(**{knob: "?"})
+        config(**cast(Any, {knob: "?"}))
     except ValueError as error:
         listed = str(error).rpartition("valid: ")[2].split(", ")
         return [choice for choice in listed if choice.isidentifier()]
@@ -126,7 +126,7 @@ def _valid(
     """The combinations that the config accepts, those near the defaults first."""
     for combined in islice(product(*values.values()), _MOST_COMBINED):
         setting = tuple((k, v) for k, v in zip(values, combined, strict=True) if v)
-        given = fixed | dict(setting)
+        given = {**fixed, **dict(setting)}
         try:
             registry.make_config(name, method, given)
         except ValueError:

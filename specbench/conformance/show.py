@@ -19,7 +19,7 @@ def show(methods: Iterable[Subject], console: Console) -> list[Result]:
     Args:
         methods: the method in its settings.
     """
-    subjects, results = list(methods), []
+    subjects, results = list(methods), list[Result]()
     with console.status("") as status:
         for name in CASES:
             status.update(name)

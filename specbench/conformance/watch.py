@@ -66,7 +66,7 @@ class Watched(Method):
         return self.inner.typical
 
     @property
-    def drawer(self) -> Drawer:  # type: ignore[override]
+    def drawer(self) -> Drawer:
         """The one that the loop gave, which now remembers."""
         return self.recorder
 
