@@ -118,11 +118,10 @@ def check(case: Case, methods: Sequence[Subject], decoder: type[Decoder] = Decod
 
 
 def _trials(case: Case, methods: Sequence[Subject], decoder: type[Decoder]) -> Iterator[Trial]:
-    """The first setting at every temperature, rule and batch size; each of the others at two of
-    these, which rotate, so that over all cases it meets them all."""
+    """The first setting at every temperature, rule and batch size; each of the others at one of
+    these, which rotates, so that over all cases it meets them all."""
     modes = list(product(case.samplings, case.batches))
     turn = list(CASES).index(case.name)
     for index, subject in enumerate(methods):
-        rotated = [modes[(turn + index + shift) % len(modes)] for shift in (0, len(modes) // 2)]
-        for sampling, max_rows in dict.fromkeys(rotated if index else modes):
+        for sampling, max_rows in [modes[(turn + index) % len(modes)]] if index else modes:
             yield Trial(subject, sampling, max_rows, decoder)

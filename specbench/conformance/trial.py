@@ -164,7 +164,7 @@ class Trial:
         try:
             trial.method(main_target())
         except ValueError as error:
-            raise DoesNotApply(f"it does not take this model: {error}") from error
+            raise DoesNotApply("no such model can be its drafter") from error
         return trial
 
     def check_drafts(self, log: Sequence[Drafted], target: Target) -> None:
