@@ -69,6 +69,7 @@ COMMANDS = {
         "--out",
         "--resume",
     },
+    "conform": {"method", "--set"},
     "methods": set(),
     "workloads": set(),
 }

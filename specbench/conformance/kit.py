@@ -64,7 +64,8 @@ def subjects(name: str, knobs: Mapping[str, str]) -> list[Subject]:
     """
     if ":" in name:
         # A script's own folder comes first on the path, not the one that it is called in.
-        sys.path.insert(0, os.getcwd())
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
         method = registry.load_path(name)
     else:
         method = registry.load_method(name)

@@ -23,6 +23,7 @@ _Setting = tuple[tuple[str, str], ...]
 _TRIED = {int: ("2", "3", "1"), float: ("0.3", "0.5"), tuple: ("2,2", "1")}
 """By type, the values to try, of which the first is taken that is valid and not the default."""
 _MOST_COMBINED = 4096
+_TARGET = "a tiny target"  # no weights come with the project for it
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,10 @@ def settings(name: str, method: type[Method], fixed: Knobs) -> list[Subject]:
     Raises:
         ValueError: a fixed knob is not valid.
     """
-    config = registry.make_config(name, method, fixed)
+    registry.make_config(name, method, fixed)
     values = {knob: _values(name, method, knob, fixed) for knob in _own_knobs(method)}
     values = {knob: found for knob, found in values.items() if len(found) > 1 or found != [""]}
     valid = list(_valid(name, method, fixed, values))
-    assert valid or config
     return [Subject(name, method, setting) for setting in _cover(valid)]
 
 
@@ -84,7 +84,7 @@ def _values(name: str, method: type[Method], knob: str, fixed: Knobs) -> list[st
     if knob in fixed:
         return [fixed[knob]]
     if knob == method.weights_knob and method.Recipe is not None:
-        needed = bool(method.lacks(registry.make_config(name, method, fixed), "looping"))
+        needed = bool(method.lacks(registry.make_config(name, method, fixed), _TARGET))
         made = [MADE] if needed else ["", MADE]
         return [*made, *method.trials.get(knob, ())]
     default = getattr(method.Config(), knob)
@@ -124,14 +124,21 @@ def _valid(
     name: str, method: type[Method], fixed: Knobs, values: Mapping[str, list[str]]
 ) -> Iterator[_Setting]:
     """The combinations that the config accepts, those near the defaults first."""
-    for combined in islice(product(*values.values()), _MOST_COMBINED):
-        setting = tuple((k, v) for k, v in zip(values, combined, strict=True) if v)
-        given = {**fixed, **dict(setting)}
+    for combined in islice(_combined(values), _MOST_COMBINED):
+        given = {**fixed, **{knob: value for knob, value in combined.items() if value}}
         try:
             registry.make_config(name, method, given)
         except ValueError:
             continue
         yield tuple(given.items())
+
+
+def _combined(values: Mapping[str, list[str]]) -> Iterator[dict[str, str]]:
+    first = {knob: found[0] for knob, found in values.items()}
+    for size in range(len(values) + 1):
+        for varied in combinations(values, size):
+            for chosen in product(*(values[knob][1:] for knob in varied)):
+                yield first | dict(zip(varied, chosen, strict=True))
 
 
 def _cover(valid: list[_Setting]) -> list[_Setting]:
