@@ -15,7 +15,16 @@ from specbench.conformance import broken
 from specbench.conformance.cases import CASES
 from specbench.conformance.drafters import Bigram, Shadow
 from specbench.conformance.faults import COUNTING, ERROR, KINDS, METADATA, RULE, Fault
-from specbench.conformance.kit import FAIL, NO_MATTER, Result, check, conform, read_knobs, subjects
+from specbench.conformance.kit import (
+    FAIL,
+    NO_MATTER,
+    PASS,
+    Result,
+    check,
+    conform,
+    read_knobs,
+    subjects,
+)
 from specbench.conformance.settings import Subject, settings
 from specbench.decode import Decoder
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal
@@ -101,6 +110,18 @@ def test_what_a_method_raises_is_its_fault() -> None:
     result = check(CASES["prompt_1_token"], in_settings(Raising))
     assert result.fault and result.fault.kind == ERROR
     assert isinstance(result.fault.__cause__, RuntimeError)
+
+
+class Remembering(broken.LastDraftNotCached):
+    """Says that its drafts depend on more than the text."""
+
+    remembers = True
+
+
+def test_drafts_that_may_depend_on_more_than_the_text_are_not_held_to_it() -> None:
+    case = CASES["kv_rollback_audit"]
+    assert check(case, in_settings(broken.LastDraftNotCached)).verdict == FAIL
+    assert check(case, in_settings(Remembering)).verdict == PASS
 
 
 class Secretive(Bigram):
