@@ -8,7 +8,7 @@ tokens that it has not seen.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,6 +50,7 @@ class DraftModel(Method):
 
     Config = DraftModelConfig
     weights_knob = "model"
+    trials: ClassVar = {"model": ("layers",)}
     Recipe = DistilledRecipe
     config: DraftModelConfig
 

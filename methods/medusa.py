@@ -8,7 +8,7 @@ at any temperature, unless the paper's typical acceptance is asked for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +55,7 @@ class Medusa(Method):
 
     Config = MedusaConfig
     Recipe = MedusaRecipe
+    trials: ClassVar = {"tree": ("1,1,1,1", "1,3,2")}
     taps = (FINAL,)
     config: MedusaConfig
 

@@ -111,6 +111,21 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", metavar="S", type=int, help="of the random numbers (0)")
     add("--out", metavar="DIR", type=_folder, help="the folder of the run (runs/train-METHOD)")
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    check = commands.add_parser(
+        "conform",
+        help="check a method: is it right, is it lossless",
+        description="Check a method on tiny models, in all settings that its knobs have.",
+        allow_abbrev=False,
+    )
+    check.add_argument("method", metavar="METHOD", help="a name, or package.module:Class")
+    check.add_argument(
+        "--set",
+        metavar="KNOB=V",
+        dest="knobs",
+        action="append",
+        default=[],
+        help="a knob that is not to vary; may be given again",
+    )
     commands.add_parser("methods", help="list the methods", allow_abbrev=False)
     commands.add_parser("workloads", help="list the workloads", allow_abbrev=False)
     return parser
@@ -120,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        0 done, 1 done with failed prompts, 2 bad usage or input, 130 interrupted.
+        0 done, 1 done with failed prompts or cases, 2 bad usage or input, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -309,10 +324,23 @@ def _train(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _conform(arguments: argparse.Namespace) -> int:
+    from specbench.worker import hush
+
+    hush()
+    from specbench.conformance import kit
+    from specbench.conformance.show import show
+
+    knobs = kit.read_knobs(arguments.method, arguments.knobs)
+    results = show(kit.subjects(arguments.method, knobs), Console())
+    return EXIT_FAILURES if any(result.fault for result in results) else EXIT_DONE
+
+
 _COMMANDS = {
     "run": _run,
     "report": _report,
     "train": _train,
+    "conform": _conform,
     "methods": _methods,
     "workloads": _workloads,
 }

@@ -138,7 +138,7 @@ class Decoder:
             resume=proposal.resume,
         )
         self.lap("forward")
-        walks = verify(forward.logits_BMV, proposal, self.rows, self.sampling, self.method.typical)
+        walks = self._walk(proposal, forward.logits_BMV)
         verdict = self._commit(proposal, walks, forward.taps)
         self.lap("bookkeeping")
         self.method.update(verdict)
@@ -167,6 +167,9 @@ class Decoder:
             depth = min(budget.depth, row.num_left - 1)
             budgets.append(Budget(depth, budget.nodes if depth else 0))
         return budgets
+
+    def _walk(self, proposal: Proposal, logits_BNV: torch.Tensor) -> list[Walk]:
+        return verify(logits_BNV, proposal, self.rows, self.sampling, self.method.typical)
 
     def _commit(
         self, proposal: Proposal, walks: Sequence[Walk], taps: Mapping[int, torch.Tensor]

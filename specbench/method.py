@@ -254,6 +254,11 @@ class Method(ABC):
     """How it is trained, if it can be."""
     weights_knob: ClassVar[str] = "weights"
     """The knob that names what was trained."""
+    trials: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Values that `specbench conform` tries, of knobs whose type and messages do not tell them."""
+    remembers: ClassVar[bool] = False
+    """Whether a row's drafts depend on more than its tokens and its budget: on what was accepted
+    before, say."""
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""

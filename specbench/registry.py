@@ -81,7 +81,23 @@ def load_method(name: str) -> type[Method]:
         raise ValueError(
             f"unknown method {name!r}{suggest(name, known)}; valid: {', '.join(known)}"
         )
-    source = known[name]
+    return _load(known[name])
+
+
+def load_path(path: str) -> type[Method]:
+    """The class at a path ``package.module:Class``, which need not be installed.
+
+    Raises:
+        ValueError: it cannot be loaded, or is no method with knobs that can be set.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{path!r} is no path of a method; valid: package.module:Class")
+    return _load(Source(path, module, attribute, "a path"))
+
+
+def _load(source: Source) -> type[Method]:
+    name = source.name
     try:
         module = importlib.import_module(source.module)
     except ImportError as error:
@@ -199,6 +215,15 @@ def make_config(name: str, method: type[Method], knobs: Mapping[str, str]) -> Me
         return method.Config(**values)
     except ValueError as error:
         raise ValueError(f"method {name!r}: {error}") from error
+
+
+def read_knob(kind: type, text: str) -> Any:
+    """A knob's value from its text.
+
+    Raises:
+        ValueError, KeyError: it is none of this type.
+    """
+    return _KINDS[kind].read(text)
 
 
 def _defaults(config: type[MethodConfig]) -> dict[str, Any]:

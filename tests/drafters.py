@@ -1,39 +1,24 @@
-"""Drafters made for tests, every registered method in several settings, and what is asked of any
-output."""
+"""Every registered method in the settings to test it in, and the caches that drafters keep."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from specbench import registry
+from specbench.conformance import decoding, weights
+from specbench.conformance.decoding import ALLOWED, GREEDY, stores
+from specbench.conformance.settings import MADE, Subject
 from specbench.decode import Decoder
-from specbench.depth import Fixed
 from specbench.learned.exit_adapter import ExitDrafter
-from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row, pad_rows
+from specbench.method import Budget, Method, Request, Row
 from specbench.records import RequestRecord
-from specbench.sampling import Sampling, position_key, request_key, uniform
+from specbench.sampling import Sampling
 from specbench.target import KVCache, Target
-from specbench.training.recipe import Options, Recipe, Sequences
-from specbench.tree import Tree
 from tests import eagle_heads
-from tests.tiny import tiny_model, tiny_tokenizer
-
-ASCII_VOCAB = 97
-"""<unk>, <s>, </s>, and the 94 printable characters of ASCII, which come first in the tokenizer."""
-
-BUDGET = Budget(depth=4, nodes=12)
-"""The nodes run out in the fourth level of a tree that branches 2,2."""
-
-GREEDY = Sampling()
-
-MADE = "MADE"
-"""Stands for weights that the method's recipe makes for the target, trained for a moment."""
 
 _KNOBS: dict[str, list[dict[str, str]]] = {
     "ngram": [{}, {"branches": "3"}],
@@ -74,20 +59,6 @@ _KNOBS: dict[str, list[dict[str, str]]] = {
 }
 """The settings to test a method in; a method that is not listed here is tested as it comes."""
 
-_made = TemporaryDirectory()
-
-
-def make_weights(target: Target, method: str, **options: int) -> Path:
-    """A checkpoint of what a method's recipe begins with; it can draft most tokens."""
-    recipe = registry.load_method(method).Recipe
-    assert recipe is not None
-    folder = Path(mkdtemp(dir=_made.name))
-    counts = torch.arange(target.vocab_size)
-    settings: dict[str, Any] = {"vocab": target.vocab_size * 9 // 10, "token_counts": counts}
-    recipe(target, Options(**(settings | options))).write(folder)
-    return folder
-
-
 _WEIGHTS = {"eagle": eagle_heads.weights_for}
 """Of a method with trained weights, what makes them for a target, by the names used above."""
 
@@ -109,84 +80,35 @@ SETTINGS = [
 ]
 
 
-def looping_model(**settings: Any) -> PreTrainedModel:
-    """A tiny model on which every method has some of its drafts accepted: the embedding outweighs
-    the layers, so the next token depends mostly on the last one."""
-    model = tiny_model(**({"vocab_size": ASCII_VOCAB} | settings))
-    with torch.no_grad():
-        cast(nn.Embedding, model.get_input_embeddings()).weight.mul_(20)
-    return model
+@dataclass(frozen=True)
+class Made(Subject):
+    """A subject whose weights, where the recipe does not make them, are heads made for tests."""
+
+    def make(self, target: Target, trained_on: Target | None = None) -> Method:
+        """The method for a target."""
+        knobs = dict(self.knobs)
+        named = knobs.get(self.method.weights_knob, "")
+        if named and named != MADE and self.name in _WEIGHTS:
+            knobs[self.method.weights_knob] = _WEIGHTS[self.name](target, named)
+        return Subject(self.name, self.method, tuple(knobs.items())).make(target, trained_on)
 
 
-def looping_target(**settings: Any) -> Target:
-    """A target around a looping model, with the byte tokenizer."""
-    return Target(looping_model(**settings), tiny_tokenizer(), name="looping")
+def subject(setting: Setting) -> Made:
+    """A setting for the kit."""
+    return Made(setting.method, registry.load_method(setting.method), setting.knobs)
 
 
 @cache
 def make_method(target: Target, setting: Setting) -> Method:
     """A method, made once for all tests: what one leaves behind, the others must not see."""
-    cls, knobs = registry.load_method(setting.method), dict(setting.knobs)
-    named = knobs.get(cls.weights_knob, "")
-    if named == MADE and cls.Recipe is not None:
-        knobs[cls.weights_knob] = str(save_tiny_drafter(target, cls.Recipe))
-    elif named and setting.method in _WEIGHTS:
-        knobs[cls.weights_knob] = _WEIGHTS[setting.method](target, named)
-    return cls(target, registry.make_config(setting.method, cls, knobs))
+    return subject(setting).make(target)
 
 
-@cache
-def save_tiny_drafter(target: Target, recipe: type[Recipe]) -> Path:
-    """Trains a drafter for a moment on the target's own outputs, so that some of its drafts are
-    accepted, and saves it; it drafts two thirds of the tokens."""
-    token_counts = own_outputs(target).tokens_BT.flatten().bincount(minlength=target.vocab_size)
-    torch.manual_seed(0)
-    trained = recipe(target, Options(target.vocab_size * 2 // 3, token_counts))
-    batch = own_outputs(target, trained.needed_taps())
-    parameters = [p for p in trained.module.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(parameters, lr=1e-2)
-    for _ in range(40):
-        optimiser.zero_grad()
-        trained.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-    folder = Path(mkdtemp(dir=_made.name))
-    trained.write(folder)
-    return folder
-
-
-@cache
-def own_outputs(target: Target, taps: tuple[int, ...] = ()) -> Sequences:
-    """Prompts of random length and tokens with the target's answers, for training and
-    calibration."""
-    torch.manual_seed(7)
-    prompts = [torch.randint(3, target.vocab_size, (2 + i % 5,)).tolist() for i in range(24)]
-    requests = [make_request(prompt, 20, name=f"training {i}") for i, prompt in enumerate(prompts)]
-    rows = decode(target, make_method(target, Setting("vanilla", ())), requests, max_rows=24)
-    tokens_BT = pad_rows([row.tokens for row in rows])
-    written = [[False] * len(row.request.prompt) + [True] * len(row.output) for row in rows]
-    cache = target.new_cache(len(rows))
-    for _ in rows:
-        cache.add_row()
-    trees = [Tree.chain(tokens_BT.shape[1] - 1)] * len(rows)
-    hidden = target.forward(tokens_BT, trees, cache, taps=taps).taps
-    # Clones are tensors outside of inference mode, which may enter a gradient.
-    return Sequences(
-        tokens_BT, pad_rows(written).bool(), {tap: states.clone() for tap, states in hidden.items()}
-    )
-
-
-def make_request(
-    prompt: Sequence[int], max_new_tokens: int = 12, stop: tuple[str, ...] = (), name: str = ""
-) -> Request:
-    """A request whose random numbers depend on its prompt, or on its name if it has one."""
-    name = name or " ".join(map(str, prompt[:8]))
-    return Request(
-        id=name,
-        prompt=tuple(prompt),
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        key=request_key(0, name),
-    )
+def make_weights(target: Target, method: str, **options: int) -> Path:
+    """A checkpoint of what a method's recipe begins with."""
+    recipe = registry.load_method(method).Recipe
+    assert recipe is not None
+    return weights.make_weights(target, recipe, **options)
 
 
 def decode(
@@ -196,41 +118,23 @@ def decode(
     sampling: Sampling = GREEDY,
     *,
     max_rows: int = 1,
-    budget: Budget = BUDGET,
+    budget: Budget = ALLOWED,
     audit: bool = False,
 ) -> list[Row]:
-    """Decodes requests, of which at most ``max_rows`` run together; a free place is taken at once.
-    With ``audit``, all caches are checked after every step.
-
-    Returns:
-        Their rows in order, checked by `check_row`.
-    """
-    decoder = Decoder(target, method, Fixed(*budget), sampling, max_rows)
-    waiting, rows, auditor = list(requests), list[Row](), Auditor()
-    while waiting or decoder.rows:
-        joining, waiting = waiting[: decoder.num_free], waiting[decoder.num_free :]
-        rows += decoder.join(joining)
-        decoder.step()
-        if audit:
-            auditor.take_down(decoder)
-    auditor.check()
+    """Decodes requests as the kit does; with ``audit``, all caches are checked after every
+    step."""
+    rows = decoding.decode(
+        target,
+        method,
+        requests,
+        sampling,
+        max_rows=max_rows,
+        budget=budget,
+        auditor=Auditor() if audit else None,
+    )
     for row in rows:
-        check_row(row, target, budget)
+        as_record(row)
     return rows
-
-
-def reference(target: Target, request: Request, sampling: Sampling = GREEDY) -> list[int]:
-    """What vanilla makes of a request."""
-    return _reference(target, request, sampling, target.eos_ids)
-
-
-@cache
-def _reference(
-    target: Target, request: Request, sampling: Sampling, eos_ids: frozenset[int]
-) -> list[int]:
-    row = decode(target, make_method(target, Setting("vanilla", ())), [request], sampling)[0]
-    assert all(step == (0, 0, 0, 1, 0) for step in row.steps)
-    return row.output
 
 
 def as_record(row: Row) -> RequestRecord:
@@ -246,49 +150,38 @@ def as_record(row: Row) -> RequestRecord:
     )
 
 
-def check_row(row: Row, target: Target, budget: Budget = BUDGET) -> None:
-    """Holds an output to its budget, to its end and to the invariants of a record."""
-    as_record(row)
-    assert all(step.nodes <= budget.nodes and step.depth <= budget.depth for step in row.steps)
-    assert 1 <= len(row.output) <= row.request.max_new_tokens
-    assert not target.eos_ids & set(row.output[:-1])
-    assert (row.finish == "eos") == (row.output[-1] in target.eos_ids)
-    if row.finish == "length":
-        assert len(row.output) == row.request.max_new_tokens
-
-
-class Auditor:
-    """Takes down, after each step, what the cache of the target and that of a drafter beside it
-    hold; `check` compares it with what a fresh forward over the committed tokens writes."""
+class Auditor(decoding.Auditor):
+    """Also audits the cache of a drafter beside the target."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[Target | ExitDrafter, Row], list[torch.Tensor]] = {}
+        super().__init__()
+        self.held_by: dict[tuple[Target | ExitDrafter, Row], list[torch.Tensor]] = {}
 
-    def take_down(self, decoder: Decoder) -> None:
+    def take_down(self, loop: Decoder) -> None:
         """Called after a step."""
-        assert decoder.cache.lengths == [len(row.tokens) - 1 for row in decoder.rows]
-        self._take_down(decoder.target, decoder.cache, decoder.rows)
-        method: Any = decoder.method
+        super().take_down(loop)
+        method: Any = loop.method
         if hasattr(method, "drafter"):
-            self._take_down(method.drafter, method.cache, decoder.rows)
+            self._take_down(method.drafter, method.cache, loop.rows)
         if getattr(method, "exit", None):
-            self._take_down(method.exit, method.exit.cache, decoder.rows)
+            self._take_down(method.exit, method.exit.cache, loop.rows)
 
     def _take_down(self, model: Target | ExitDrafter, cache: KVCache, rows: Sequence[Row]) -> None:
         assert len(cache.lengths) == len(rows)
-        for row, length, held in zip(rows, cache.lengths, _stores(cache), strict=False):
+        for row, length, held in zip(rows, cache.lengths, stores(cache), strict=False):
             assert length < len(row.tokens)
             if length:
-                self.held.setdefault((model, row), []).append(held[:, :length].clone())
+                self.held_by.setdefault((model, row), []).append(held[:, :length].clone())
 
     def check(self) -> None:
-        """Raises AssertionError where the two differ."""
-        for (model, row), all_held in self.held.items():
+        """Raises AssertionError where what was held differs from what a fresh forward writes."""
+        super().check()
+        for (model, row), all_held in self.held_by.items():
             fresh = _fresh_cache(model, row.tokens[: all_held[-1].shape[1]])
             # An 8-bit value may round to its neighbour when its input differs in the last bit.
             tolerance = 0.1 if isinstance(model, Target) and "int8" in model.name else 1e-5
             for held in all_held:
-                expected = _stores(fresh)[0, :, : held.shape[1]]
+                expected = stores(fresh)[0, :, : held.shape[1]]
                 torch.testing.assert_close(held, expected, rtol=0, atol=tolerance)
 
 
@@ -304,57 +197,3 @@ def _fresh_cache(model: Target | ExitDrafter, tokens: Sequence[int]) -> KVCache:
     fresh = ExitDrafter(target, model.adapter)
     fresh.start(hidden)
     return fresh.cache
-
-
-def _stores(cache: KVCache) -> torch.Tensor:
-    """All keys and values, [B, H, S, D], with the heads of all layers side by side."""
-    if not cache.keys:
-        return torch.empty(0)
-    layers = sorted(cache.keys)
-    return torch.cat([kind[layer] for kind in (cache.keys, cache.values) for layer in layers], 1)
-
-
-class Scripted(Method):
-    """Drafts a chain of the tokens that a script has for the next positions of a request's
-    output."""
-
-    def __init__(self, target: Target, script: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(target, MethodConfig())
-        self.script = script
-
-    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
-        """The next tokens of each script, as many as the budget allows."""
-        drafted = [
-            self.draft(row, budget.depth) for row, budget in zip(batch.rows, budgets, strict=True)
-        ]
-        return Proposal.from_rows(batch.rows, [Tree.chain(len(d)) for d in drafted], drafted)
-
-    def draft(self, row: Row, depth: int) -> list[int]:
-        """The next tokens of a row's script."""
-        begin = len(row.output)
-        return list(self.script[row.request.id][begin : begin + depth])
-
-
-class Oracle(Scripted):
-    """Knows the output, and drafts each next token right with a chance that depends on its depth.
-
-    Args:
-        script: the output of each request.
-        law: by depth, the chance that the token is right if those before it are.
-    """
-
-    def __init__(
-        self, target: Target, script: Mapping[str, Sequence[int]], law: Sequence[float]
-    ) -> None:
-        super().__init__(target, script)
-        self.law = law
-
-    def draft(self, row: Row, depth: int) -> list[int]:
-        """The next tokens, some of them replaced by wrong ones."""
-        tokens = super().draft(row, depth)
-        position = len(row.tokens)
-        for i, (token, chance) in enumerate(zip(tokens, self.law, strict=False)):
-            key = position_key(row.request.key, position + i, "oracle")
-            if float(uniform([key], torch.tensor([0]))) >= chance:
-                tokens[i] = (token + 1) % self.target.vocab_size
-        return tokens

@@ -10,6 +10,7 @@ import torch
 
 from specbench import bench
 from specbench.bench import Stopwatch
+from specbench.conformance.models import save_tiny_model
 from specbench.records import (
     FailureRecord,
     Record,
@@ -20,7 +21,6 @@ from specbench.records import (
 )
 from specbench.shards import Shard, load_workloads, plan_shards
 from specbench.worker import Worker
-from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
     installed_methods,

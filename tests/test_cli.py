@@ -13,8 +13,8 @@ import pytest
 
 from specbench.cli import build_parser, main
 from specbench.config import RunConfig
+from specbench.conformance.models import save_tiny_model
 from specbench.records import read_info, read_run, shard_path
-from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
     inodes,
@@ -69,6 +69,7 @@ COMMANDS = {
         "--out",
         "--resume",
     },
+    "conform": {"method", "--set"},
     "methods": set(),
     "workloads": set(),
 }

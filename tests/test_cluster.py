@@ -10,10 +10,10 @@ import pytest
 from specbench import plan
 from specbench.cluster import Pool, run, session
 from specbench.config import RunConfig
+from specbench.conformance.models import save_tiny_model
 from specbench.layout import Node, plan_layout
 from specbench.progress import Progress
 from specbench.records import Run, read_info
-from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
     installed_methods,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from specbench.conformance.models import tiny_model, tiny_target
 from specbench.target import Target
 from specbench.target.copies import int8_copy, layers_copy
 from specbench.tree import Tree
-from tests.tiny import tiny_model, tiny_target
 
 
 def logits(target: Target, tokens: list[list[int]]) -> torch.Tensor:

@@ -13,6 +13,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from specbench.conformance.decoding import ALLOWED, GREEDY, make_request, reference
+from specbench.conformance.drafters import Scripted
+from specbench.conformance.models import (
+    ASCII_VOCAB,
+    looping_target,
+    tiny_model,
+    tiny_target,
+    tiny_tokenizer,
+)
 from specbench.decode import Cut, Decoder, check_proposal, cut
 from specbench.depth import DepthController, Fixed
 from specbench.method import (
@@ -27,20 +36,10 @@ from specbench.method import (
 from specbench.sampling import Sampling
 from specbench.target import FINAL, Target
 from specbench.tree import Tree
-from tests.drafters import (
-    ASCII_VOCAB,
-    BUDGET,
-    GREEDY,
-    Scripted,
-    decode,
-    looping_target,
-    make_request,
-    reference,
-)
-from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.drafters import decode
 
 PROMPT = (5, 40, 12, 77, 31, 5, 40)
-DEPTH = BUDGET.depth
+DEPTH = ALLOWED.depth
 
 
 @cache
@@ -246,7 +245,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 
 def test_nothing_of_a_batch_is_taken_in_when_one_prompt_is_refused() -> None:
-    decoder = Decoder(target(), Scripted(target(), {}), Fixed(*BUDGET), GREEDY, max_rows=2)
+    decoder = Decoder(target(), Scripted(target(), {}), Fixed(*ALLOWED), GREEDY, max_rows=2)
     with pytest.raises(ValueError, match="'long'"):
         decoder.join([make_request(PROMPT), make_request(PROMPT, 600, name="long")])
     assert (decoder.rows, decoder.cache.lengths, decoder.num_free) == ([], [], 2)
@@ -431,7 +430,7 @@ def test_taps_are_the_hidden_states_of_a_fresh_forward_over_the_text() -> None:
     requests.append(make_request((9,), 5, name="one token"))
     script["one token"] = reference(target(), requests[-1])
     method = _Logging(target(), script)
-    decoder = Decoder(target(), method, Fixed(*BUDGET), GREEDY, max_rows=4)
+    decoder = Decoder(target(), method, Fixed(*ALLOWED), GREEDY, max_rows=4)
     rows = decoder.join(requests)
     hidden: dict[str, list[torch.Tensor]] = {}
     for row, taps in zip(rows, method.starts, strict=True):
@@ -459,7 +458,7 @@ def test_taps_are_the_hidden_states_of_a_fresh_forward_over_the_text() -> None:
 def test_every_step_is_one_forward_of_the_target() -> None:
     request = make_request(PROMPT, 12)
     method = Scripted(target(), {request.id: plain()})
-    decoder = Decoder(target(), method, Fixed(*BUDGET), GREEDY)
+    decoder = Decoder(target(), method, Fixed(*ALLOWED), GREEDY)
     (row,) = decoder.join([request])
     begin = target().num_forwards
     while decoder.rows:

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbench import registry
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target, tiny_target
 from specbench.learned.distilled import is_distilled, load_distilled, own_weights
 from specbench.method import Batch, Budget, Method, Proposal
 from specbench.sampling import Sampling
@@ -19,20 +21,8 @@ from specbench.training.distilled import DistilledRecipe
 from specbench.training.recipe import Options
 from specbench.tree import Tree
 from specbench_methods import draft_model
-from tests.drafters import (
-    ASCII_VOCAB,
-    GREEDY,
-    Setting,
-    decode,
-    looping_model,
-    looping_target,
-    make_method,
-    make_request,
-    make_weights,
-    reference,
-)
+from tests.drafters import Setting, decode, make_method, make_weights
 from tests.test_exit_adapter import least_loss, sequences, train
-from tests.tiny import tiny_target
 
 
 @cache

@@ -11,26 +11,15 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specbench import registry
+from specbench.conformance.decoding import ALLOWED, GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target, tiny_tokenizer
 from specbench.decode import Decoder
 from specbench.depth import DepthController, Fixed
 from specbench.method import Budget, Method, Row, Verdict
 from specbench.sampling import Sampling
 from specbench.target import Target
 from specbench_methods.draft_model import default_copy
-from tests.drafters import (
-    ASCII_VOCAB,
-    BUDGET,
-    GREEDY,
-    Auditor,
-    Setting,
-    decode,
-    looping_model,
-    looping_target,
-    make_method,
-    make_request,
-    reference,
-)
-from tests.tiny import tiny_tokenizer
+from tests.drafters import Auditor, Setting, decode, make_method
 
 SAMPLINGS = [
     GREEDY,
@@ -86,7 +75,7 @@ def test_beyond_the_drafters_context_decoding_goes_on_without_drafts(
         assert row.output == reference(target(), row.request, sampling)
         length = len(row.request.prompt)
         for step in row.steps:
-            deepest = min(BUDGET.depth, row.request.max_new_tokens - 1, WINDOW - length)
+            deepest = min(ALLOWED.depth, row.request.max_new_tokens - 1, WINDOW - length)
             assert step.depth <= max(0, deepest)
             assert step.depth > 0 or length >= WINDOW or length == len(row.tokens) - 1
             assert step.accepted == step.depth
@@ -182,7 +171,7 @@ class _Watching(Fixed):
 
 def test_paths_that_leave_the_first_branch_are_kept_by_both_caches() -> None:
     setting = Setting("draft_model", (("model", "layers"), ("layers", "2"), ("branching", "2,2")))
-    controller = _Watching(*BUDGET)
+    controller = _Watching(*ALLOWED)
     decoder = Decoder(target(), make_method(target(), setting), controller, GREEDY, max_rows=6)
     rows = decoder.join([make_request((3 + i, 50 - i), 12) for i in range(6)])
     decode_audited(decoder)

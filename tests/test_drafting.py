@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specbench.conformance.decoding import GREEDY, make_request
 from specbench.drafting import draft_tree
 from specbench.method import Budget, Drawer, Proposal, Row
 from specbench.sampling import Sampling, choose, position_key, warp
 from specbench.tree import Tree
-from tests.drafters import GREEDY, make_request
 
 VOCAB = 12
 LOGITS_VV = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -12,20 +12,14 @@ import pytest
 import torch
 
 from specbench import registry
+from specbench.conformance.decoding import ALLOWED, GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, tiny_tokenizer
 from specbench.decode import Decoder
 from specbench.depth import DepthController, Fixed
 from specbench.method import Batch, Budget, Drawer, Method, Proposal, Request, Row
 from specbench.sampling import Sampling
 from specbench.target import KVCache, Target
-from tests.drafters import (
-    ASCII_VOCAB,
-    BUDGET,
-    GREEDY,
-    decode,
-    looping_model,
-    make_request,
-    reference,
-)
+from tests.drafters import decode
 from tests.eagle_heads import (
     HEADS,
     Dims,
@@ -36,7 +30,6 @@ from tests.eagle_heads import (
     made_folder,
     write,
 )
-from tests.tiny import tiny_tokenizer
 
 DRAWN = Sampling(temperature=0.6)
 IDS = [i for i in range(ASCII_VOCAB) if i % 3]
@@ -231,7 +224,7 @@ def test_drawn_tokens_come_from_the_heads_distribution_over_the_whole_vocabulary
 
 def test_drawn_drafts_are_the_top_ones_at_temperature_0() -> None:
     drawn, top = (make("good3-reduced", tree="chain", drafts=drafts) for drafts in ("drawn", "top"))
-    proposals = [method.propose(start(method, [PROMPT]), [BUDGET]) for method in (drawn, top)]
+    proposals = [method.propose(start(method, [PROMPT]), [ALLOWED]) for method in (drawn, top)]
     assert torch.equal(proposals[0].tokens_BN, proposals[1].tokens_BN)
 
 
@@ -248,7 +241,7 @@ class Alternating(DepthController):
         """Depth 0 for one row of three."""
         self.num_steps += 1
         rests = [(self.num_steps + index) % 3 == 0 for index in range(len(rows))]
-        return [Budget(0, 0) if rest else BUDGET for rest in rests]
+        return [Budget(0, 0) if rest else ALLOWED for rest in rests]
 
 
 def stored(cache: KVCache, row: int) -> torch.Tensor:
@@ -310,10 +303,10 @@ def test_a_prompt_of_one_token_is_drafted_for_from_the_second_step() -> None:
 def test_long_prompts_and_long_rests_are_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, chunked = make(), make()
     prompt = [7, 8, 9, 60, 3] * 5
-    first = whole.propose(start(whole, [prompt, PROMPT]), [BUDGET, BUDGET])
+    first = whole.propose(start(whole, [prompt, PROMPT]), [ALLOWED, ALLOWED])
     monkeypatch.setattr("specbench_methods.eagle._CHUNK", 4)
     batch = start(chunked, [prompt, PROMPT])
-    again = chunked.propose(batch, [BUDGET, BUDGET])
+    again = chunked.propose(batch, [ALLOWED, ALLOWED])
     assert [paths(first, row) for row in (0, 1)] == [paths(again, row) for row in (0, 1)]
     torch.testing.assert_close(stored(whole.cache, 0), stored(chunked.cache, 0))
     # The same when the entries were left over from steps that did not draft.
@@ -324,7 +317,7 @@ def test_long_prompts_and_long_rests_are_run_in_chunks(monkeypatch: pytest.Monke
     assert length == 1
     rested.pending[0] = torch.cat([rested.pending[0], rested.head.stack(hidden)[0]])
     row.tokens[:] = prompt
-    assert paths(rested.propose(batch, [BUDGET])) == paths(first)
+    assert paths(rested.propose(batch, [ALLOWED])) == paths(first)
 
 
 def test_a_level_is_one_run_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specbench.conformance.models import tiny_model, tiny_tokenizer
 from specbench.learned.eagle import EagleHead, EagleShape, first_shape, like_target, usual_taps
 from specbench.learned.eagle_files import load_eagle, save_eagle
 from specbench.learned.layers import open_nodes
 from specbench.target import FINAL, KVCache, Target
 from specbench.tree import Tree
 from tests.eagle_heads import Dims, Maker, Plain, Tensors, write
-from tests.tiny import tiny_model, tiny_tokenizer
 
 VOCAB = 97
 LAYERS = 9

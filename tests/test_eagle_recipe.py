@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specbench.conformance.models import looping_target
+from specbench.conformance.weights import own_outputs, save_tiny_drafter
 from specbench.learned.eagle import EagleHead
 from specbench.learned.eagle_files import load_eagle
 from specbench.learned.layers import open_nodes
@@ -11,7 +13,6 @@ from specbench.target import FINAL, KVCache
 from specbench.training.eagle import EagleRecipe
 from specbench.training.recipe import Options, Sequences, head_rows
 from specbench.tree import Tree
-from tests.drafters import looping_target, own_outputs, save_tiny_drafter
 
 UNROLL = 4
 

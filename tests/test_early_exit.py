@@ -12,25 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from specbench import registry
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target, tiny_tokenizer
 from specbench.method import Batch, Budget, Drawer, Method, Proposal, Row
 from specbench.sampling import Sampling
 from specbench.target import KVCache, Target, load_target
 from specbench.tree import Tree
 from specbench_methods import early_exit
 from specbench_methods.early_exit import calibrate
-from tests.drafters import (
-    ASCII_VOCAB,
-    GREEDY,
-    Setting,
-    decode,
-    looping_model,
-    looping_target,
-    make_method,
-    make_request,
-    make_weights,
-    reference,
-)
-from tests.tiny import tiny_tokenizer
+from tests.drafters import Setting, decode, make_method, make_weights
 
 
 @cache

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_target, tiny_model
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.learned.exit_adapter import ExitAdapter, ExitDrafter, load_exit_adapter
@@ -19,18 +21,8 @@ from specbench.training.exit_adapter import ExitAdapterRecipe
 from specbench.training.losses import Predictions
 from specbench.training.recipe import Options, Sequences
 from specbench.tree import Tree
-from tests.drafters import (
-    ASCII_VOCAB,
-    GREEDY,
-    Auditor,
-    decode,
-    looping_target,
-    make_request,
-    make_weights,
-    reference,
-)
+from tests.drafters import Auditor, decode, make_weights
 from tests.test_early_exit import make_early_exit
-from tests.tiny import tiny_model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, THETA, EPS = 32, 4, 2, 8, 5e4, 1e-5
 TOKENS = (5, 40, 12, 77, 31, 5, 40, 9)

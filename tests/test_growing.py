@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from specbench.conformance.decoding import make_request
 from specbench.growing import (
     ByConfidence,
     ByRank,
@@ -23,7 +24,6 @@ from specbench.ranks import RankedTree, RankTree
 from specbench.sampling import Sampling
 from specbench.target import largest
 from specbench.tree import Tree
-from tests.drafters import make_request
 
 Path = tuple[int, ...]
 Law = Callable[[Path], Sequence[float]]

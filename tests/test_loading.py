@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
+from specbench.conformance.models import save_tiny_model, tiny_model, tiny_tokenizer
 from specbench.target import DEFAULT_TARGET, DTYPES, load_target, loading, packing
 from specbench.target.loading import cache_folder, default_dtype, resolve
 from specbench.tree import Tree
-from tests.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 PROMPT = [5, 9, 77, 30, 8, 101, 6]
 

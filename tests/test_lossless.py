@@ -9,18 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target
 from specbench.lossless import Comparison, choice_gap, compare, mean_entropy, score
 from specbench.records import Divergence
 from specbench.sampling import Sampling, gumbel, position_key, warp
 from specbench.target import Target
-from tests.drafters import (
-    ASCII_VOCAB,
-    GREEDY,
-    looping_model,
-    looping_target,
-    make_request,
-    reference,
-)
 
 REQUEST = make_request((5, 40, 12, 77), 10)
 SAMPLED = Sampling(temperature=0.8, top_p=0.9)

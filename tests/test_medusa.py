@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target
+from specbench.conformance.weights import save_tiny_drafter
 from specbench.learned.checkpoint import load_checkpoint
 from specbench.learned.medusa import FILE, load_heads, save_heads
 from specbench.method import Batch, Budget, Method, Proposal, Row
@@ -18,16 +21,7 @@ from specbench.ranks import RankTree
 from specbench.sampling import Sampling
 from specbench.target import Target
 from specbench_methods.medusa import Medusa, MedusaConfig
-from tests.drafters import (
-    ASCII_VOCAB,
-    GREEDY,
-    decode,
-    looping_model,
-    looping_target,
-    make_request,
-    reference,
-    save_tiny_drafter,
-)
+from tests.drafters import decode
 
 Tensors = dict[str, torch.Tensor]
 

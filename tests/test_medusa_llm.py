@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from specbench.conformance.decoding import GREEDY, make_request
+from specbench.conformance.models import ASCII_VOCAB, looping_model, tiny_tokenizer
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.learned.medusa import MedusaHeads, ResBlock, load_heads, numbered, save_heads
@@ -17,8 +19,6 @@ from specbench.method import Batch, Budget
 from specbench.ranks import RankTree
 from specbench.target import Target
 from specbench_methods.medusa import Medusa, MedusaConfig
-from tests.drafters import ASCII_VOCAB, GREEDY, looping_model, make_request
-from tests.tiny import tiny_tokenizer
 
 reference: Any = pytest.importorskip(
     "medusa.model.medusa_model", reason="needs medusa-llm (pip install --no-deps medusa-llm==0.1)"

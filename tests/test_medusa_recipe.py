@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from specbench.conformance.decoding import make_request
+from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target
+from specbench.conformance.weights import own_outputs, save_tiny_drafter
 from specbench.learned.medusa import load_heads
 from specbench.target import FINAL, Target
 from specbench.training.medusa import MedusaRecipe, guess_ranks, rank_accuracy
 from specbench.training.recipe import Options, Sequences
 from specbench_methods.medusa import Medusa, MedusaConfig
-from tests.drafters import (
-    ASCII_VOCAB,
-    decode,
-    looping_model,
-    looping_target,
-    make_request,
-    own_outputs,
-    save_tiny_drafter,
-)
+from tests.drafters import decode
 
 VOCAB = 60
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from specbench import registry
+from specbench.conformance.decoding import GREEDY, make_request, reference
+from specbench.conformance.models import looping_target
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.method import Batch, Budget, Method, Row
 from specbench.target import Target
 from specbench.tree import Tree
 from specbench_methods import ngram
-from tests.drafters import GREEDY, decode, looping_target, make_request, reference
+from tests.drafters import decode
 
 EOS = 2
 WIDE = Budget(8, 64)

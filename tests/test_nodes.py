@@ -15,8 +15,8 @@ import pytest
 from specbench import plan
 from specbench.cluster import run
 from specbench.config import RunConfig
+from specbench.conformance.models import save_tiny_model
 from specbench.records import read_info
-from tests.tiny import save_tiny_model
 from tests.tiny_runs import (
     chat_prompts,
     inodes,

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
+from specbench.conformance.decoding import make_request
+from specbench.conformance.drafters import Oracle, Scripted
+from specbench.conformance.models import looping_target
 from specbench.method import Budget, Request, Row
 from specbench.metrics import measure_acceptance
 from specbench.records import Run
 from specbench.target import Target
-from tests.drafters import Oracle, Scripted, as_record, decode, looping_target, make_request
+from tests.drafters import as_record, decode
 
 LEVEL = 1e-3
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from specbench.conformance.models import tiny_model
 from specbench.target import Target, jit, matrix, packing
 from specbench.target.packing import PackedLinear, Product, pack
-from tests.tiny import tiny_model
 
 needs_kernels = pytest.mark.skipif(
     packing.product_class(torch.float32) is None,

@@ -9,7 +9,7 @@ import pytest
 
 import specbench_methods
 from specbench import cli
-from tests.tiny import save_tiny_model
+from specbench.conformance.models import save_tiny_model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,10 +10,12 @@ import specbench_methods
 from specbench import registry
 from specbench.cli import _plan, build_parser
 from specbench.config import RunConfig
+from specbench.conformance.decoding import make_request, reference
+from specbench.conformance.models import looping_target
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal
 from specbench.registry import load_method, make_config, sources
 from specbench.target import DEFAULT_TARGET, Target
-from tests.drafters import decode, looping_target, make_request, reference
+from tests.drafters import decode
 
 METHOD = """
 from specbench.method import Method, MethodConfig, Proposal

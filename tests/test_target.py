@@ -14,12 +14,12 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from specbench.conformance.models import tiny_model, tiny_target
 from specbench.target import FINAL, KVCache, Resume, Target
 from specbench.target import model as model_module
 from specbench.target.loading import attention_name
 from specbench.target.masks import tree_mask
 from specbench.tree import Tree
-from tests.tiny import tiny_model, tiny_target
 
 VOCAB, LAYERS, WINDOW = 131, 4, 5
 SIZES: dict[str, Any] = {

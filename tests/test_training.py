@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specbench import registry
 from specbench.cli import main
+from specbench.conformance.models import save_tiny_model
 from specbench.sampling import Sampling
 from specbench.target import FINAL, Target, load_target
 from specbench.target.attention import NAME
@@ -27,7 +28,6 @@ from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usab
 from specbench.training.recipe import draft_vocabulary
 from specbench.training.trainer import Trainer, check_target, open_run, schedule
 from specbench.workloads import load_workload
-from tests.tiny import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from specbench import workloads
+from specbench.conformance.models import CHAT_TEMPLATE, tiny_tokenizer
 from specbench.sampling import Sampling
 from specbench.workloads import (
     KINDS,
@@ -32,7 +33,6 @@ from specbench.workloads import (
     prompts_folder,
     template_sha256,
 )
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SPEC_BENCH = CHECKOUT.parent / "shared" / "data" / "spec_bench" / "question.jsonl"

@@ -82,18 +82,19 @@ class DraftVocabulary:
 
     def drawer(self, drawer: Drawer) -> Drawer:
         """A drawer that is given logits [D] and draws tokens of the target."""
-        return _ReducedDrawer(drawer.sampling, self)
+        return _ReducedDrawer(drawer.sampling, self, drawer)
 
 
 @dataclass(frozen=True, eq=False)
 class _ReducedDrawer(Drawer):
     vocabulary: DraftVocabulary
+    drawer: Drawer
 
     def draw(self, logits_V: torch.Tensor, row: Row, position: int, num_children: int = 1) -> Draws:
         """Greedy draws need only the order of the logits, which stay narrow."""
         if not self.sampling.greedy:
-            return super().draw(self.vocabulary.widen(logits_V), row, position, num_children)
-        drawn = super().draw(logits_V, row, position, num_children)
+            return self.drawer.draw(self.vocabulary.widen(logits_V), row, position, num_children)
+        drawn = self.drawer.draw(logits_V, row, position, num_children)
         return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
 
 

@@ -1,12 +1,13 @@
 """Tiny random models and a byte-level tokenizer, made here: the real classes of transformers,
-small enough for tests."""
+small enough to check a method in seconds."""
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +23,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+ASCII_VOCAB = 97
+"""<unk>, <s>, </s>, and the 94 printable characters of ASCII, which come first in the tokenizer."""
 
 
 @cache
@@ -74,3 +78,17 @@ def save_tiny_model(folder: Path, **settings: Any) -> Path:
     tiny_model(**settings).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def looping_model(**settings: Any) -> PreTrainedModel:
+    """A tiny model on which every method has some of its drafts accepted: the embedding outweighs
+    the layers, so the next token depends mostly on the last one."""
+    model = tiny_model(**({"vocab_size": ASCII_VOCAB} | settings))
+    with torch.no_grad():
+        cast(nn.Embedding, model.get_input_embeddings()).weight.mul_(20)
+    return model
+
+
+def looping_target(**settings: Any) -> Target:
+    """A target around a looping model, with the byte tokenizer."""
+    return Target(looping_model(**settings), tiny_tokenizer(), name="looping")
