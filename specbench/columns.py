@@ -101,12 +101,18 @@ def _show_speed_up(method: MethodResult) -> Cell:
         return Cell("1.00x baseline")
     if estimate is None:
         return Cell(MISSING)
-    tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
-    if estimate.too_few:
+    interval = estimate.interval()
+    if estimate.too_few or interval is None:
         return Cell(f"{estimate.value:.2f}x, too few prompts to tell")
-    interval = f"[{number(estimate.low)},{NO_BREAK}{number(estimate.high)}]"
-    verdict = f"{NO_BREAK if tone else ' '}{estimate.verdict}"
-    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{interval}{verdict}", tone)
+    ends = f"[{number(interval.low)},{NO_BREAK}{number(interval.high)}]"
+    tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
+    if tone:
+        verdict = f"{NO_BREAK}{estimate.verdict}"
+    else:
+        verdict = f" {estimate.verdict}, blind{NO_BREAK}below{NO_BREAK}" + percent(
+            estimate.smallest_visible, digits=0
+        ).replace(" ", NO_BREAK)
+    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{ends}{verdict}", tone)
 
 
 def _show_split(method: MethodResult) -> str:
@@ -146,9 +152,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
-    """A share as a percentage of one decimal."""
-    return MISSING if value is None else f"{100 * value:.1f} %"
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage of so many decimals."""
+    return MISSING if value is None else f"{100 * value:.{digits}f} %"
 
 
 def _tenths(value: float | None) -> str:

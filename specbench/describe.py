@@ -9,11 +9,14 @@ from specbench.columns import number, percent
 from specbench.merge import Section
 from specbench.metrics import peak_memory_mib
 from specbench.records import FailureRecord, RequestRecord, Run
+from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
 
 _MOST_NAMED = 3
 _MOST_DIFFERENCES = 8
 _PACKAGES = ("torch", "transformers")
+_BUSY = 0.5
+"""Load average, as a share of the cores, from which another program may take a worker's core."""
 
 
 def describe_workload(workload: WorkloadResult) -> str:
@@ -72,13 +75,14 @@ def differences(section: Section) -> str | None:
     )
 
 
-def warnings(section: Section) -> list[str]:
+def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
     """What is missing, failed or doubtful."""
     return [
         *(line for run in section.runs for line in _doubts(run)),
         *_failures(section.union.failures),
         *_untimed(section.union),
         *_broken(section.union.requests),
+        *(line for result in results for line in _unsure(result)),
     ]
 
 
@@ -90,7 +94,7 @@ def _doubts(run: Run) -> list[str]:
             f"resume with `specbench run --resume {run.folder}`"
         )
     load, cores = _load(provenance), provenance.get("cores")
-    if load is not None and cores is not None and load >= cores:
+    if load is not None and cores is not None and load >= _BUSY * cores:
         lines.append(
             f"{_name(run)}: the machine was busy at the start (load average "
             f"{load:.1f} on {cores} cores); times may be off"
@@ -148,6 +152,27 @@ def _broken(requests: Sequence[RequestRecord]) -> list[str]:
         f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}"
         for (method, workload), places in broken.items()
     ]
+
+
+def _unsure(result: WorkloadResult) -> list[str]:
+    """Where there are too few prompts for a verdict, or rounds differ by more than chance."""
+    workload, lines = result.metrics.workload, []
+    few = [m.method for m in result.methods if m.speed_up and m.speed_up.too_few]
+    if few:
+        lines.append(
+            f"too few prompts: {_names(few)} on {workload}; a verdict takes {MIN_CLUSTERS} that "
+            "were timed, or as many batches"
+        )
+    for method in result.methods:
+        interval = method.speed_up and method.speed_up.interval()
+        rounds = method.speed_up_by_round
+        if interval and rounds and max(rounds) - min(rounds) > interval.high - interval.low:
+            lines.append(
+                f"noisy: {method.method} on {workload}, its rounds range from {min(rounds):.2f}x "
+                f"to {max(rounds):.2f}x, further than its interval; measure again on a quiet "
+                "machine or with more --rounds"
+            )
+    return lines
 
 
 def _names(names: Sequence[str]) -> str:

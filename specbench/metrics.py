@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
-from specbench.stats import Floats
+from specbench.stats import MIN_CLUSTERS, Floats, ratio_of_rates
 from specbench.workloads import LEAST_TAIL
 
 DEFINITIONS = {
@@ -28,9 +28,12 @@ DEFINITIONS = {
     "speed-up": "vanilla's decode seconds per token / the method's, on the same prompts, as a "
     "ratio of sums; per batch of prompts the median over the rounds that timed both; prefill is "
     "not in it",
-    "interval": "95 %, bootstrap over prompts (over batches where prompts are decoded together; a "
-    "prompt's turns stay together), percentile interval expanded for few prompts; faster / slower: "
-    "it leaves out 1; too few: under 5 independent prompts or batches, so no interval",
+    "interval": "95 % for this speed-up alone: jackknife over prompts (over batches where prompts "
+    "are decoded together; a prompt's turns stay together) and Student's t of the logarithm; too "
+    f"few: under {MIN_CLUSTERS} independent prompts or batches, so no interval",
+    "faster / slower": "the speed-up is not 1: where nothing differs, 95 % of all runs say so of "
+    "nothing in a section (Holm's correction; an interval may leave out 1 without a verdict); "
+    "inconclusive: it may be 1; blind below: the smallest difference that 80 % of such runs find",
     "tokens/s": "committed tokens per second of decoding, per batch the median over rounds",
     "draft / verify / other": "share of the decode time spent drafting, in target forwards, and in "
     "all the rest (bookkeeping)",
@@ -271,17 +274,42 @@ def pair_times(run: Run, workload: str, method: str) -> Floats:
     Returns:
         [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
     """
+    pairs = {
+        batch: np.median(list(rounds.values()), axis=0)
+        for batch, rounds in _paired_rounds(run, workload, method).items()
+    }
+    clusters = group_batches(list(pairs), request_names(run, workload))
+    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
+    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+
+
+def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
+    """Each round's speed-up, over the batches that every round timed: one number but for the moods
+    of the machine."""
+    batches = list(_paired_rounds(run, workload, method).values())
+    rounds = sorted({round_ for batch in batches for round_ in batch})
+    whole = [batch for batch in batches if len(batch) == len(rounds)]
+    if not whole:
+        return []
+    return [float(ratio_of_rates(np.sum([b[r] for b in whole], axis=0))) for r in rounds]
+
+
+def _paired_rounds(
+    run: Run, workload: str, method: str
+) -> dict[tuple[str, ...], dict[int, Floats]]:
+    """For each batch, by round, the baseline's seconds and tokens and the method's seconds and
+    tokens."""
     baseline, timed = (_by_batch(run, workload, name) for name in (BASELINE, method))
-    pairs = {}
+    pairs: dict[tuple[str, ...], dict[int, Floats]] = {}
     for batch in sorted(timed.keys() & baseline.keys()):
         in_round = {timing.round: timing for timing in baseline[batch]}
         both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
         if both:
-            rows = [(b.decode_s, b.num_tokens, t.decode_s, t.num_tokens) for b, t in both]
-            pairs[batch] = np.median(np.array(rows, dtype=np.float64), axis=0)
-    clusters = group_batches(list(pairs), request_names(run, workload))
-    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
-    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+            pairs[batch] = {
+                t.round: np.array([b.decode_s, b.num_tokens, t.decode_s, t.num_tokens])
+                for b, t in both
+            }
+    return pairs
 
 
 def _by_batch(run: Run, workload: str, method: str) -> dict[tuple[str, ...], list[TimingRecord]]:

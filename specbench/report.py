@@ -19,6 +19,7 @@ from specbench.describe import describe_workload, differences, provenance_lines,
 from specbench.merge import Section, sections
 from specbench.metrics import DEFINITIONS, Position, peak_memory_mib
 from specbench.records import Run, read_run, write_atomically
+from specbench.stats import Estimate
 from specbench.summary import MethodResult, WorkloadResult, summarise
 from specbench.tables import Cell, Column, Heading, Note, Page, Table, markdown, print_page
 
@@ -29,7 +30,8 @@ _HOW_TO_READ = (
     "A table ranks the methods on one workload by speed-up over vanilla, which decoded the same "
     "prompts in the same process, in turns with them.",
     "A rank is no surer than its interval: methods whose intervals overlap much are not told apart "
-    "here, and `inconclusive` means that even the sign is open.",
+    "here, and `inconclusive` means that even the sign is open. Verdicts are corrected for the "
+    "number of speed-ups in a section, intervals are not.",
     "BROKEN and LOSSY outputs are not the target's, so their methods have no rank.",
     "Numbers of different sections come from different targets, machines or settings: do not "
     "compare them.",
@@ -90,18 +92,19 @@ def _report(found: Sequence[Section], define: bool = True) -> Page:
     page: list[Heading | Note | Table] = []
     for section in found:
         page.append(Heading(title(section.union), 1))
-        page += _remarks(section)
-        for workload in summarise(section.union):
+        results = summarise(section.union)
+        page += _remarks(section, results)
+        for workload in results:
             page += _workload(workload)
         page.append(Heading("How it was measured", 2))
         page += [Note(line) for line in provenance_lines(section)]
     return [*page, Heading("Definitions", 2), _definitions()] if define else page
 
 
-def _remarks(section: Section) -> Page:
+def _remarks(section: Section, results: Sequence[WorkloadResult]) -> Page:
     apart = differences(section)
     first = [Note(apart, "strong")] if apart else []
-    return [*first, *(Note(line, "bad") for line in warnings(section))]
+    return [*first, *(Note(line, "bad") for line in warnings(section, results))]
 
 
 def _workload(workload: WorkloadResult) -> Page:
@@ -125,8 +128,9 @@ def _leaderboard(found: Sequence[Section]) -> Page:
     for section in found:
         page.append(Heading(title(section.union), 2))
         page += [Note(line) for line in provenance_lines(section)]
-        page += _remarks(section)
-        for tier, workloads in groupby(summarise(section.union), _tier):
+        results = summarise(section.union)
+        page += _remarks(section, results)
+        for tier, workloads in groupby(results, _tier):
             page.append(Heading(tier, 3))
             for workload in workloads:
                 page += _ranking(workload)
@@ -160,10 +164,11 @@ def _as_json(found: Sequence[Section]) -> str:
 
 
 def _section_values(section: Section) -> dict[str, Any]:
+    results = summarise(section.union)
     return {
         "runs": [{"folder": str(run.folder), **run.info} for run in section.runs],
         "differs": list(section.differs),
-        "warnings": warnings(section),
+        "warnings": warnings(section, results),
         "missing_shards": section.union.missing_shards,
         "failures": [asdict(failure) for failure in section.union.failures],
         "peak_memory_mib": peak_memory_mib(section.union),
@@ -173,7 +178,7 @@ def _section_values(section: Section) -> dict[str, Any]:
                 "decodings": list(workload.decodings),
                 "methods": [_method_values(method) for method in workload.methods],
             }
-            for workload in summarise(section.union)
+            for workload in results
         ],
     }
 
@@ -184,8 +189,20 @@ def _method_values(method: MethodResult) -> dict[str, Any]:
         positions = method.acceptance.positions
         values["acceptance"]["positions"] = [_position_values(position) for position in positions]
     if method.speed_up:
-        values["speed_up"]["verdict"] = method.speed_up.verdict
+        values["speed_up"] |= _estimate_values(method.speed_up)
     return values
+
+
+def _estimate_values(estimate: Estimate) -> Mapping[str, Any]:
+    interval, simultaneous = estimate.interval(), estimate.simultaneous
+    return {
+        "low": interval and interval.low,
+        "high": interval and interval.high,
+        "simultaneous": simultaneous and simultaneous._asdict(),
+        "p": estimate.p_value,
+        "smallest_visible": estimate.smallest_visible,
+        "verdict": estimate.verdict,
+    }
 
 
 def _position_values(position: Position) -> Mapping[str, float | None]:

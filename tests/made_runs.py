@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specbench.records import (
     Divergence,
     FailureRecord,
@@ -17,6 +19,7 @@ from specbench.records import (
     write_run,
     write_shard,
 )
+from specbench.stats import Floats
 
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "rule": "greedy", "max_new_tokens": 64}
 INFO: dict[str, Any] = {
@@ -117,6 +120,29 @@ def timing(
         forward_s=decode_s * shares[1],
         bookkeeping_s=decode_s * shares[2],
     )
+
+
+def paired_times(
+    generator: np.random.Generator,
+    num_prompts: int,
+    ratio: float,
+    *,
+    own: float = 0.15,
+    noise: float = 0.05,
+) -> Floats:
+    """Times of prompts of unequal lengths: [C, 4], as `speed_up` takes them.
+
+    Args:
+        ratio: the speed-up, of so many prompts that chance is none.
+        own: how much it varies by prompt, in the logarithm.
+        noise: of one pass, likewise; about what two workers on two cores show.
+    """
+    tokens = generator.lognormal(4.5, 0.5, num_prompts).round() + 1
+    moods = generator.normal(0, noise, (2, num_prompts))
+    own_ratio = ratio * np.exp(generator.normal(own**2 / 2, own, num_prompts))
+    baseline_s = 0.03 * tokens * np.exp(moods[0])
+    method_s = 0.03 * tokens / own_ratio * np.exp(moods[1])
+    return np.stack([baseline_s, tokens, method_s, tokens], axis=1)
 
 
 def failure(method: str | None, request: str, reason: str = "out of memory") -> FailureRecord:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from specbench.metrics import DEFINITIONS
-from specbench.records import Divergence, Record, Run
+from specbench.records import Divergence, Record, Run, TimingRecord
 from specbench.report import FORMATS, main_leaderboard, print_report, render, render_leaderboard
 from specbench.tables import NO_BREAK
 from tests.made_runs import (
@@ -224,6 +225,52 @@ def test_doubtful_circumstances_are_shown() -> None:
     assert "made: the code had changes that its commit does not hold" in text
     assert "busy" not in render([made_run()], "md")
     assert "had changes" not in render([made_run()], "md")
+
+
+def test_a_machine_that_is_half_busy_is_named() -> None:
+    provenance = {**INFO["provenance"], "load_average": 1.0, "cores": 2}
+    assert "busy at the start (load average 1.0 on 2 cores)" in render(
+        [made_run(provenance=provenance)], "md"
+    )
+
+
+def rounds(*speed_ups: float) -> list[Record]:
+    """Six prompts in so many rounds, each with a speed-up of its own."""
+    outputs = [r for r in paired("echo", 1) if not isinstance(r, TimingRecord)]
+    timings = [
+        replace(record, round=round_)
+        for round_, value in enumerate(speed_ups)
+        for record in paired("echo", value)
+        if isinstance(record, TimingRecord)
+    ]
+    return [*outputs, *timings]
+
+
+def test_rounds_that_differ_by_more_than_the_interval_are_named() -> None:
+    text = render([made_run(*rounds(1.0, 1.5))], "md")
+    assert "- noisy: echo on code, its rounds range from 1.00x to 1.50x, further" in text
+    assert "noisy" not in render([made_run(*rounds(1.5, 1.5))], "md")
+
+
+def test_too_few_prompts_are_named() -> None:
+    text = render([made_run(*paired("echo", 2, num_prompts=4))], "md")
+    assert "- too few prompts: echo on code; a verdict takes 5 that were timed" in text
+
+
+def test_an_open_verdict_says_what_it_could_have_seen() -> None:
+    records = [*paired("echo", 1.0), *paired("other", 1.5, workload="creative")]
+    slow = [i for i, r in enumerate(records) if isinstance(r, TimingRecord) and r.method == "echo"]
+    for i in slow[::2]:
+        record = records[i]
+        assert isinstance(record, TimingRecord)
+        records[i] = replace(record, decode_s=record.decode_s * 1.2)
+    run = made_run(*records)
+    (code,) = (w for w in values([run]) if w["workload"] == "code")
+    speed = code["methods"][1]["speed_up"]
+    assert (speed["verdict"], speed["num_judged"]) == ("inconclusive", 2)
+    assert speed["simultaneous"]["low"] < speed["low"] < speed["high"]
+    shown = row(render([run], "md"), "echo (copies)")[3].replace(NO_BREAK, " ")
+    assert shown.endswith(f"inconclusive, blind below {100 * speed['smallest_visible']:.0f} %")
 
 
 def test_the_provenance_says_on_what_and_how_it_was_measured() -> None:
