@@ -150,8 +150,9 @@ class Bench:
         for prompt in workload.prompts:
             self._refer(workload, prompt, sampling, records, jobs)
         size = self.config.batch_size
-        for begin in range(0, len(jobs), size):
-            records += self._measure(workload.name, jobs[begin : begin + size], sampling)
+        for number, begin in enumerate(range(0, len(jobs), size)):
+            batch = jobs[begin : begin + size]
+            records += self._measure(workload.name, batch, sampling, first=number)
         return records
 
     def _refer(
@@ -240,12 +241,19 @@ class Bench:
             num_forwards += 1
         return _Pass(rows, watch.seconds(), num_forwards)
 
-    def _measure(self, workload: str, jobs: Sequence[_Job], sampling: Sampling) -> list[Record]:
-        """Every method decodes the batch once in each round, in an order that rotates."""
+    def _measure(
+        self, workload: str, jobs: Sequence[_Job], sampling: Sampling, first: int
+    ) -> list[Record]:
+        """Every method decodes the batch once in each round, in an order that rotates with rounds
+        and batches: in few rounds no method keeps to one end of it.
+
+        Args:
+            first: the place of the method that begins.
+        """
         names = list(self.methods)
         measured = {name: _Measured() for name in names}
         for round_ in range(self.config.rounds):
-            turn = round_ % len(names)
+            turn = (first + round_) % len(names)
             for order, name in enumerate(names[turn:] + names[:turn]):
                 so_far = measured[name]
                 if so_far.error:

@@ -1,6 +1,6 @@
 """What each column of a report says of a method, to the word and the digit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from specbench.metrics import Acceptance, Times
 from specbench.summary import MethodResult
@@ -124,9 +124,15 @@ def _show_split(method: MethodResult) -> str:
 
 
 def _show_lossless(method: MethodResult) -> Cell:
-    counts, total = method.lossless, sum(method.lossless.values())
+    tone = "bad" if _is_not_the_targets(method) else ""
+    return Cell(losslessness(method.lossless), tone)
+
+
+def losslessness(counts: Mapping[str, int]) -> str:
+    """How many outputs are exact, ties, broken, ..., the worst first."""
+    total = sum(counts.values())
     if counts.get("exact") == total and total:
-        return Cell(f"exact {total}/{total}")
+        return f"exact {total}/{total}"
     words = {
         "broken": "BROKEN {}",
         "exact": "{} exact",
@@ -135,7 +141,7 @@ def _show_lossless(method: MethodResult) -> Cell:
         "lossy": "LOSSY" if counts.get("lossy") == total else "{} LOSSY",
     }
     text = ", ".join(words[name].format(counts[name]) for name in words if counts.get(name))
-    return Cell(text or MISSING, "bad" if _is_not_the_targets(method) else "")
+    return text or MISSING
 
 
 def _show_failed(method: MethodResult) -> Cell:

@@ -5,7 +5,7 @@ None, never 0.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -267,26 +267,41 @@ def _median_round(batch: Iterable[TimingRecord]) -> _MedianRound:
 def pair_times(run: Run, workload: str, method: str) -> Floats:
     """The method's and the baseline's decode times of the same batches, for `stats.speed_up`.
 
-    Only batches and rounds that both were timed in count; a batch counts with the median over its
-    rounds (a hiccup of the machine is no part of a method's speed). Batches that share a prompt,
-    as its turns do, are one cluster.
-
     Returns:
         [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
     """
-    pairs = {
+    return sum_clusters(pair_batches(run, workload, method), request_names(run, workload))
+
+
+def pair_batches(
+    run: Run, workload: str, method: str, baseline: str = BASELINE
+) -> dict[tuple[str, ...], Floats]:
+    """By batch: the baseline's seconds and tokens, the method's seconds and tokens. Only rounds
+    that both were timed in count, and of these the median (a hiccup of the machine is no part of a
+    method's speed)."""
+    return {
         batch: np.median(list(rounds.values()), axis=0)
-        for batch, rounds in _paired_rounds(run, workload, method).items()
+        for batch, rounds in _paired_rounds(run, workload, method, baseline).items()
     }
-    clusters = group_batches(list(pairs), request_names(run, workload))
-    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
-    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+
+
+def sum_clusters(batches: Mapping[tuple[str, ...], Floats], names: set[str]) -> Floats:
+    """Sums of what each batch holds, [C, K], by cluster: batches that share a prompt, as its turns
+    do, are one.
+
+    Args:
+        batches: by their requests.
+        names: all requests of the workload.
+    """
+    clusters = group_batches(list(batches), names)
+    sums = [np.sum([batches[batch] for batch in cluster], axis=0) for cluster in clusters]
+    return np.array(sums, dtype=np.float64)
 
 
 def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
     """Each round's speed-up, over the batches that every round timed: one number but for the moods
     of the machine."""
-    batches = list(_paired_rounds(run, workload, method).values())
+    batches = list(_paired_rounds(run, workload, method, BASELINE).values())
     rounds = sorted({round_ for batch in batches for round_ in batch})
     whole = [batch for batch in batches if len(batch) == len(rounds)]
     if not whole:
@@ -295,14 +310,14 @@ def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
 
 
 def _paired_rounds(
-    run: Run, workload: str, method: str
+    run: Run, workload: str, method: str, baseline: str
 ) -> dict[tuple[str, ...], dict[int, Floats]]:
     """For each batch, by round, the baseline's seconds and tokens and the method's seconds and
     tokens."""
-    baseline, timed = (_by_batch(run, workload, name) for name in (BASELINE, method))
+    base, timed = (_by_batch(run, workload, name) for name in (baseline, method))
     pairs: dict[tuple[str, ...], dict[int, Floats]] = {}
-    for batch in sorted(timed.keys() & baseline.keys()):
-        in_round = {timing.round: timing for timing in baseline[batch]}
+    for batch in sorted(timed.keys() & base.keys()):
+        in_round = {timing.round: timing for timing in base[batch]}
         both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
         if both:
             pairs[batch] = {
