@@ -270,7 +270,8 @@ def pair_times(run: Run, workload: str, method: str) -> Floats:
     Returns:
         [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
     """
-    return sum_clusters(pair_batches(run, workload, method), request_names(run, workload))
+    batches = pair_batches(run, workload, method)
+    return sum_clusters(batches, request_names(run, workload)).reshape(-1, 4)
 
 
 def pair_batches(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from specbench.baselines import FOLDER
 from specbench.columns import costs_table, positions_table, ranking_table, results_table
 from specbench.describe import describe_workload, differences, provenance_lines, title, warnings
 from specbench.merge import Section, sections
@@ -70,12 +71,13 @@ def render_leaderboard(runs: Sequence[Run]) -> str:
 
 
 def main_leaderboard(results_folder: Path) -> None:
-    """Writes ``leaderboard.md`` from the runs in the folders below.
+    """Writes ``leaderboard.md`` from the runs in the folders below, but for the baselines.
 
     Raises:
         ValueError: there are no runs, or one cannot be read.
     """
-    folders = sorted(path.parent for path in results_folder.glob("**/run.json"))
+    found = (path.parent for path in results_folder.glob("**/run.json"))
+    folders = sorted(folder for folder in found if folder.parent.name != FOLDER.name)
     if not folders:
         raise ValueError(f"{results_folder} holds no runs; valid: a folder above run folders")
     page = render_leaderboard([read_run(folder) for folder in folders])

@@ -194,6 +194,74 @@ def paired(
     return records
 
 
+def noisy_run(
+    noise_seed: int,
+    *,
+    num_prompts: int = 50,
+    names: Sequence[str] = ("code", "creative"),
+    slower: float = 1.0,
+    chance: float = 0.5,
+    draft_seed: int = 0,
+    noise: float = 0.05,
+    decoding: dict[str, Any] = GREEDY,
+    method: str = "echo",
+    **info: Any,
+) -> Run:
+    """Vanilla and a method on prompts that are the same in every such run, in two rounds.
+
+    Args:
+        noise_seed: of the times.
+        names: of the workloads.
+        slower: by how much the method's times are longer.
+        chance: that one more of three drafted tokens is accepted; 0.5 is a tau of about 1.9.
+        draft_seed: of what is accepted.
+        noise: of one pass, in the logarithm.
+    """
+    records: list[Record] = []
+    for number, workload in enumerate(names):
+        lengths = np.random.default_rng((1, number)).integers(20, 65, num_prompts)
+        own = 1.3 * np.exp(np.random.default_rng((2, number)).normal(0, 0.2, num_prompts))
+        drafts = np.random.default_rng((3, number, draft_seed))
+        times = np.random.default_rng((4, number, noise_seed))
+        moods = np.exp(times.normal(0, noise, (num_prompts, 4)))
+        for i, length in enumerate(lengths.tolist()):
+            name = f"{workload}-{i}"
+            steps = _steps(drafts, length, chance)
+            records += [
+                reference(name, workload=workload, num_tokens=length, decoding=decoding),
+                output("vanilla", name, *[(0, 0, 0, 1)] * length, workload=workload),
+                output(method, name, *steps, workload=workload),
+            ]
+            seconds = {"vanilla": 0.02 * length, method: 0.02 * length / own[i] * slower}
+            for j, (one, round_) in enumerate((m, r) for m in seconds for r in (0, 1)):
+                records.append(
+                    timing(
+                        one,
+                        [name],
+                        seconds[one] * float(moods[i, j]),
+                        round=round_,
+                        workload=workload,
+                        num_tokens=length,
+                        num_forwards=length if one == "vanilla" else len(steps),
+                    )
+                )
+    about = {method: {"label": "", "extra_bytes": 0}, "vanilla": INFO["methods"]["vanilla"]}
+    asked = {name: {"kind": name, "sha256": name} for name in names}
+    return made_run(*records, **({"methods": about, "workloads": asked} | info))
+
+
+def _steps(
+    drafts: np.random.Generator, num_tokens: int, chance: float
+) -> list[tuple[int, int, int, int]]:
+    """Steps that offer three tokens each and commit so many in all."""
+    steps = []
+    while num_tokens:
+        accepted = min(int(np.argmin([*(drafts.random(3) < chance), False])), num_tokens - 1)
+        steps.append((3, 3, accepted, accepted + 1))
+        num_tokens -= accepted + 1
+    return steps
+
+
 def filed_run(folder: Path, records: Sequence[Record], **info: Any) -> Run:
     """A run written to its folder and read again."""
     write_run(folder, {**INFO, "shards": ["code-0"], **info})

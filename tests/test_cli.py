@@ -48,6 +48,17 @@ COMMANDS = {
         "--no-ray",
     },
     "report": {"folders", "--format"},
+    "check": {
+        "baseline",
+        "run",
+        "--method",
+        "--margin",
+        "--allow",
+        "--hard",
+        "--markdown",
+        "--junit",
+    },
+    "baseline": {"run", "--name"},
     "train": {
         "method",
         "--target",
@@ -280,7 +291,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ("words", "message"),
     [
         ("", "the following arguments are required: command; `specbench --help`"),
-        ("measure", "invalid choice: measure (choose from run, report, train, methods, workloads)"),
+        (
+            "measure",
+            "invalid choice: measure (choose from run, report, check, baseline, train, methods, "
+            "workloads)",
+        ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),
         ("report gone", "gone holds no run: there is no run.json in it"),
