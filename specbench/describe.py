@@ -93,6 +93,11 @@ def _doubts(run: Run) -> list[str]:
             f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing: "
             f"resume with `specbench run --resume {run.folder}`"
         )
+    if run.stray_files:
+        lines.append(
+            f"{_name(run)} holds files that the run does not list, they are left out: "
+            f"{_names(run.stray_files)}"
+        )
     load, cores = _load(provenance), provenance.get("cores")
     if load is not None and cores is not None and load >= _BUSY * cores:
         lines.append(

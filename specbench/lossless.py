@@ -86,10 +86,16 @@ def compare(
         position=position,
         expected=reference[position],
         found=found[position],
-        gap=gap if math.isfinite(gap) else None,
+        gap=_finite(gap),
         tolerance=tolerance,
+        expected_logit=_finite(float(logits_V[reference[position]])),
+        found_logit=_finite(float(logits_V[found[position]])),
     )
     return Comparison("tie" if gap <= tolerance else "broken", divergence)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _size(logits_V: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from specbench.records import (
     Record,
     read_info,
     read_shard,
+    remove_unfinished,
     shard_path,
     write_run,
     write_shard,
@@ -88,6 +89,7 @@ class Plan:
 
         try:
             self._write(acquire)
+            remove_unfinished(self.folder)
             self._catch_up()
             yield
         finally:

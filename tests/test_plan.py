@@ -77,6 +77,47 @@ def test_a_damaged_shard_is_measured_again_and_named(
     assert f"measured again: {path}" in capsys.readouterr().err
 
 
+def _edit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"finish": "length"', '"finish": "eos"', 1))
+
+
+def _age(path: Path) -> None:
+    path.write_text(path.read_text().replace(f'"schema": {SCHEMA_VERSION}', '"schema": 2', 1))
+
+
+def _take_from_another_run(path: Path) -> None:
+    header, body = path.read_text().split("\n", 1)
+    path.write_text(json.dumps(json.loads(header) | {"run": "another"}) + "\n" + body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_edit, "has been edited"),
+        (_age, "has schema version 2"),
+        (_take_from_another_run, "belongs to another run"),
+    ],
+)
+def test_whatever_is_wrong_with_a_shard_it_alone_is_measured_again(
+    folder: Path, damage: Any, reason: str
+) -> None:
+    shards: Sequence[str] = read_info(folder)["shards"]
+    damage(shard_path(folder, shards[1]))
+    with pytest.raises(ValueError, match=reason):
+        read_run(folder)
+    todo = plan.resume(folder)
+    assert [shard.id for shard in todo.pending] == [shards[1]]
+    (note,) = todo.notes
+    assert note.startswith("measured again: ") and reason in note
+
+
+def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(folder: Path) -> None:
+    part = folder / "shards" / ".chat.jsonl-00000.jsonl-abcdef"
+    part.write_text("half")
+    with plan.resume(folder).alone():
+        assert not part.exists()
+
+
 def test_a_complete_run_is_resumed_without_its_target(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from specbench.metrics import DEFINITIONS
-from specbench.records import Divergence, Record, Run, TimingRecord
+from specbench.records import Divergence, Record, Run, TimingRecord, read_run
 from specbench.report import FORMATS, main_leaderboard, print_report, render, render_leaderboard
 from specbench.tables import NO_BREAK
 from tests.made_runs import (
@@ -225,6 +225,13 @@ def test_doubtful_circumstances_are_shown() -> None:
     assert "made: the code had changes that its commit does not hold" in text
     assert "busy" not in render([made_run()], "md")
     assert "had changes" not in render([made_run()], "md")
+
+
+def test_files_that_are_no_part_of_the_run_are_named(tmp_path: Path) -> None:
+    filed_run(tmp_path / "run", paired("echo", 2))
+    (tmp_path / "run" / "shards" / "code-0 (copy).jsonl").write_text("")
+    text = render([read_run(tmp_path / "run")], "md")
+    assert "run holds files that the run does not list, they are left out: code-0 (copy)" in text
 
 
 def test_a_machine_that_is_half_busy_is_named() -> None:
