@@ -103,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
     baseline = commands.add_parser("baseline", help="file a run as a baseline", allow_abbrev=False)
     baseline.add_argument("run", metavar="RUN", type=Path)
     baseline.add_argument("--name", metavar="N", required=True)
+    explain = commands.add_parser(
+        "explain", help="show where outputs leave the target's", allow_abbrev=False
+    )
+    explain.add_argument("folder", metavar="DIR", type=Path)
+    explain.add_argument("--prompt", metavar="ID", required=True)
+    explain.add_argument("--method", metavar="M", help="the one to show (all)")
     train = commands.add_parser(
         "train",
         help="train a method's drafter",
@@ -312,6 +318,18 @@ def _baseline(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from specbench.explain import decoder, explain
+    from specbench.records import read_run
+    from specbench.tables import print_page
+    from specbench.worker import hush
+
+    hush()
+    run = read_run(arguments.folder)
+    print_page(explain(run, arguments.prompt, arguments.method, decoder(run)), Console())
+    return EXIT_DONE
+
+
 def _methods(arguments: argparse.Namespace) -> int:
     from specbench import registry
 
@@ -374,6 +392,7 @@ _COMMANDS = {
     "report": _report,
     "check": _check,
     "baseline": _baseline,
+    "explain": _explain,
     "train": _train,
     "methods": _methods,
     "workloads": _workloads,

@@ -125,7 +125,9 @@ def _show_split(method: MethodResult) -> str:
 
 def _show_lossless(method: MethodResult) -> Cell:
     tone = "bad" if _is_not_the_targets(method) else ""
-    return Cell(losslessness(method.lossless), tone)
+    gap = method.largest_tie
+    gaps = "" if gap is None else f" (logit gap{NO_BREAK}up{NO_BREAK}to{NO_BREAK}{gap:.2g})"
+    return Cell(losslessness(method.lossless) + gaps, tone)
 
 
 def losslessness(counts: Mapping[str, int]) -> str:

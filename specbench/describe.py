@@ -154,7 +154,8 @@ def _broken(requests: Sequence[RequestRecord]) -> list[str]:
                 where += f" at {split.position}: {found} instead of {expected}{gap}"
             broken.setdefault((record.method, record.workload), []).append(where)
     return [
-        f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}"
+        f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}; "
+        "`specbench explain` shows the texts"
         for (method, workload), places in broken.items()
     ]
 

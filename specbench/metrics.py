@@ -384,6 +384,16 @@ def count_lossless(run: Run, workload: str, method: str) -> dict[str, int]:
     return {name: found[name] for name in LOSSLESS if found[name]}
 
 
+def largest_tie(run: Run, workload: str, method: str) -> float | None:
+    """The largest logit gap of a method's ties; None without any."""
+    splits = (
+        r.divergence
+        for r in run.requests
+        if (r.workload, r.method, r.lossless) == (workload, method, "tie")
+    )
+    return max((s.gap for s in splits if s and s.gap is not None), default=None)
+
+
 def count_failures(run: Run, workload: str, method: str) -> int:
     """Requests that a method has no output for: its own failures and those before its turn."""
     return len(

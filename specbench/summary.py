@@ -22,6 +22,7 @@ class MethodResult:
     speed_up: Estimate | None
     speed_up_by_round: Sequence[float]
     lossless: Mapping[str, int]
+    largest_tie: float | None
     num_failed: int
     extra_bytes: int | None
 
@@ -97,6 +98,7 @@ def _method_result(run: Run, workload: str, method: str) -> MethodResult:
         speed_up=stats.speed_up(pairs) if len(pairs) and not is_baseline else None,
         speed_up_by_round=[] if is_baseline else metrics.speed_up_by_round(run, workload, method),
         lossless=metrics.count_lossless(run, workload, method),
+        largest_tie=metrics.largest_tie(run, workload, method),
         num_failed=metrics.count_failures(run, workload, method),
         extra_bytes=about.get("extra_bytes"),
     )

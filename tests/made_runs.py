@@ -232,7 +232,7 @@ def noisy_run(
                 output("vanilla", name, *[(0, 0, 0, 1)] * length, workload=workload),
                 output(method, name, *steps, workload=workload),
             ]
-            seconds = {"vanilla": 0.02 * length, method: 0.02 * length / own[i] * slower}
+            seconds = {"vanilla": 0.02 * length, method: 0.02 * length / float(own[i]) * slower}
             for j, (one, round_) in enumerate((m, r) for m in seconds for r in (0, 1)):
                 records.append(
                     timing(

@@ -59,6 +59,7 @@ COMMANDS = {
         "--junit",
     },
     "baseline": {"run", "--name"},
+    "explain": {"folder", "--prompt", "--method"},
     "train": {
         "method",
         "--target",
@@ -293,8 +294,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("", "the following arguments are required: command; `specbench --help`"),
         (
             "measure",
-            "invalid choice: measure (choose from run, report, check, baseline, train, methods, "
-            "workloads)",
+            "invalid choice: measure (choose from run, report, check, baseline, explain, train, "
+            "methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

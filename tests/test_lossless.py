@@ -85,6 +85,9 @@ def test_another_token_is_broken_with_the_gap_that_the_reference_had(position: i
     assert gap > 0.01
     assert found.verdict == "broken" and found.divergence is not None
     assert found.divergence.gap == pytest.approx(gap, abs=1e-4)
+    logits = (found.divergence.expected_logit, found.divergence.found_logit)
+    both_V = logits_V[[output[position], token]]
+    assert logits == pytest.approx(both_V.tolist(), abs=1e-4)
     assert (found.divergence.position, found.divergence.found) == (position, token)
     assert found.divergence.expected == output[position]
 

@@ -218,6 +218,19 @@ def test_a_broken_output_is_located() -> None:
     ) in render([run], "md")
 
 
+def test_ties_come_with_their_largest_gap() -> None:
+    ties = [
+        Divergence(position=1, expected=5, found=9, gap=gap, tolerance=0.5) for gap in (0.125, 0.25)
+    ]
+    run = made_run(
+        output("echo", "a", (0, 0, 0, 1), lossless="tie", divergence=ties[0]),
+        output("echo", "b", (0, 0, 0, 1), lossless="tie", divergence=ties[1]),
+        output("echo", "c", (0, 0, 0, 1)),
+    )
+    shown = row(render([run], "md"), "echo (copies)")[6]
+    assert shown.replace(NO_BREAK, " ") == "1 exact, 2 ties (logit gap up to 0.25)"
+
+
 def test_doubtful_circumstances_are_shown() -> None:
     provenance = {**INFO["provenance"], "dirty": True, "load_average": 2.5, "cores": 2}
     text = render([made_run(provenance=provenance)], "md")
