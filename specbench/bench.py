@@ -316,9 +316,11 @@ class Bench:
         self, workload: str, name: str, job: _Job, row: Row, sampling: Sampling
     ) -> RequestRecord:
         lossy = self.methods[name].typical is not None and not sampling.greedy
-        if lossy or row.drawn:
-            verdict, divergence = "lossy" if lossy else "law", None
-        else:
+        verdict, divergence, surprise = "lossy", None, None
+        if row.drawn and not lossy:
+            surprise = lossless.surprise(self.target, job.request, sampling, row.output)
+            verdict = "law" if surprise else "broken"
+        elif not lossy:
             comparison = lossless.compare(
                 self.target, job.request, sampling, job.reference, row.output
             )
@@ -332,6 +334,7 @@ class Bench:
             steps=[list(step) for step in row.steps],
             lossless=verdict,
             divergence=divergence,
+            surprise=surprise,
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from specbench.metrics import Acceptance, Times
+from specbench.metrics import LEAST_LAW_P, Acceptance, Times
 from specbench.summary import MethodResult
 from specbench.tables import MISSING, NO_BREAK, Cell, Column, Table
 
@@ -56,7 +56,11 @@ def _standing(method: MethodResult) -> float:
 
 
 def _is_not_the_targets(method: MethodResult) -> bool:
-    return any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+    return _is_unlawful(method) or any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+
+
+def _is_unlawful(method: MethodResult) -> bool:
+    return method.law_p is not None and method.law_p < LEAST_LAW_P
 
 
 def _accepted(read: Callable[[Acceptance], float | None], text: _Text) -> _Show:
@@ -92,6 +96,7 @@ def _show_method(method: MethodResult) -> str:
 
 def _show_marked(method: MethodResult) -> Cell:
     marks = [mark.upper() for mark in _NOT_THE_TARGETS if mark in method.lossless]
+    marks += ["NOT IN LAW"] if _is_unlawful(method) else []
     return Cell(" ".join([method.method, *marks]), "bad" if marks else "")
 
 
@@ -127,7 +132,11 @@ def _show_lossless(method: MethodResult) -> Cell:
     tone = "bad" if _is_not_the_targets(method) else ""
     gap = method.largest_tie
     gaps = "" if gap is None else f" (logit gap{NO_BREAK}up{NO_BREAK}to{NO_BREAK}{gap:.2g})"
-    return Cell(losslessness(method.lossless) + gaps, tone)
+    law = "" if method.law_p is None else f" (p{NO_BREAK}{method.law_p:.2g})"
+    shown = losslessness(method.lossless)
+    if _is_unlawful(method):
+        shown = shown.replace("in law", "NOT in law")
+    return Cell(shown + gaps + law, tone)
 
 
 def losslessness(counts: Mapping[str, int]) -> str:

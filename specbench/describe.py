@@ -7,7 +7,7 @@ from typing import Any
 
 from specbench.columns import number, percent
 from specbench.merge import Section
-from specbench.metrics import peak_memory_mib
+from specbench.metrics import LEAST_LAW_P, peak_memory_mib
 from specbench.records import FailureRecord, RequestRecord, Run
 from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
@@ -169,6 +169,12 @@ def _unsure(result: WorkloadResult) -> list[str]:
             f"too few prompts: {_names(few)} on {workload}; a verdict takes {MIN_CLUSTERS} that "
             "were timed, or as many batches"
         )
+    lines += [
+        f"NOT in law: {method.method} on {workload}, its tokens are not as surprising as the "
+        f"target's distribution says (p {method.law_p:.2g})"
+        for method in result.methods
+        if method.law_p is not None and method.law_p < LEAST_LAW_P
+    ]
     for method in result.methods:
         interval = method.speed_up and method.speed_up.interval()
         rounds = method.speed_up_by_round

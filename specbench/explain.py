@@ -88,16 +88,18 @@ def _compare(reference: ReferenceRecord, record: RequestRecord, decode: Decode) 
         yield f"{who} goes on: {decode(tokens[position:])!r}"
     if split and split.gap is not None and split.tolerance is not None:
         yield f"gap {split.gap:.4g}, a tie up to {split.tolerance:.4g}"
-    elif record.lossless in ("law", "lossy"):
-        yield f"gap {MISSING}: {_WHY_NOT[record.lossless]}"
     else:
-        yield f"gap {MISSING}: one of the two had ended there, or could not be chosen"
+        yield f"gap {MISSING}: {_why_no_gap(record)}"
 
 
-_WHY_NOT = {
-    "law": "its drafts are drawn, only the distribution is the target's",
-    "lossy": "the method does not claim to be lossless",
-}
+def _why_no_gap(record: RequestRecord) -> str:
+    if record.lossless == "law":
+        return "its drafts are drawn, only the distribution is the target's"
+    if record.lossless == "lossy":
+        return "the method does not claim to be lossless"
+    if record.divergence is None:
+        return "its drafts are drawn, but the target would never choose one of its tokens"
+    return "one of the two had ended there, or could not be chosen"
 
 
 def _token(tokens: Sequence[int], position: int, finish: str, decode: Decode) -> str:

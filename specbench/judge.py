@@ -156,8 +156,11 @@ class Case:
         )
         marks = ["lossy", *(["tie"] if before and self._is_exact else [])]
         worse = any(now.get(mark, 0) > before.get(mark, 0) for mark in marks)
-        ok = bool(now) and "broken" not in now and not worse
-        return self._hard("lossless", losslessness(before), losslessness(now), ok)
+        law_p = metrics.law_p_value(self.run, self.workload, self.method)
+        unlawful = law_p is not None and law_p < metrics.LEAST_LAW_P
+        ok = bool(now) and "broken" not in now and not worse and not unlawful
+        reason = f"not the target's distribution: p {law_p:.2g}" if unlawful else ""
+        return self._hard("lossless", losslessness(before), losslessness(now), ok, reason)
 
     def _failed(self) -> Finding:
         before, now = (

@@ -4,16 +4,23 @@
 None, never 0.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
 from specbench.stats import MIN_CLUSTERS, Floats, ratio_of_rates
 from specbench.workloads import LEAST_TAIL
+
+LEAST_LAW_P = 1e-3
+"""Outputs with a lower p-value are not the target's."""
+_LEAST_VARIANCE = 1e-6
+"""Of a sum whose terms are rounded."""
 
 DEFINITIONS = {
     "tau": "committed tokens / steps over all prompts: the bonus included, tokens behind the end "
@@ -39,7 +46,8 @@ DEFINITIONS = {
     "all the rest (bookkeeping)",
     "lossless": "outputs against the reference, token by token: exact; tie (first difference "
     "within the target's numerical tolerance); BROKEN; in law: only the distribution is the "
-    "target's; LOSSY: the method does not claim it",
+    "target's, p being that of a test whether the tokens are as surprising to the target as its "
+    f"distribution says, NOT in law below {LEAST_LAW_P}; LOSSY: the method does not claim it",
     "rank": "of a method in the leaderboard by speed-up; with BROKEN or LOSSY outputs or without a "
     "speed-up it has none",
     "failed": "requests that could not be decoded: each has a reason and no number",
@@ -392,6 +400,21 @@ def largest_tie(run: Run, workload: str, method: str) -> float | None:
         if (r.workload, r.method, r.lossless) == (workload, method, "tie")
     )
     return max((s.gap for s in splits if s and s.gap is not None), default=None)
+
+
+def law_p_value(run: Run, workload: str, method: str) -> float | None:
+    """The p-value of the test that a method's sampled outputs are as surprising to the target as
+    its distribution says; None where none was put to it."""
+    found = [
+        r.surprise
+        for r in run.requests
+        if (r.workload, r.method) == (workload, method) and r.surprise
+    ]
+    if not found:
+        return None
+    excess = sum(one.nats - one.expected_nats for one in found)
+    variance = sum(one.variance for one in found)
+    return 2 * float(special.ndtr(-abs(excess) / math.sqrt(max(variance, _LEAST_VARIANCE))))
 
 
 def count_failures(run: Run, workload: str, method: str) -> int:

@@ -78,6 +78,23 @@ class Divergence(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Surprise(_Strict):
+    """How surprising an output's tokens were to the target, each given all before it: sums over the
+    output. The more outputs, the nearer comes (nats - expected) / sqrt(variance) to a standard
+    normal number, if and only if the tokens are as surprising as the target's distribution says."""
+
+    nats: float
+    """Minus the log-probabilities after temperature, top-k and top-p."""
+    expected_nats: float
+    """The entropies of the distributions that the tokens should come from."""
+    variance: float
+    """Likewise, the variances of the log-probability."""
+
+    def __post_init__(self) -> None:
+        assert self.variance >= 0, "a variance is not negative"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestRecord(_Strict):
     """What one method made of one request; the same in every round."""
 
@@ -93,6 +110,8 @@ class RequestRecord(_Strict):
     the distribution is the target's (rejection sampling from a draft distribution); ``lossy`` where
     the method does not claim it."""
     divergence: Divergence | None = None
+    surprise: Surprise | None = None
+    """Where only the distribution is the target's."""
 
     def __post_init__(self) -> None:
         for nodes, depth, accepted, committed, matched in self.steps:

@@ -23,6 +23,7 @@ class MethodResult:
     speed_up_by_round: Sequence[float]
     lossless: Mapping[str, int]
     largest_tie: float | None
+    law_p: float | None
     num_failed: int
     extra_bytes: int | None
 
@@ -99,6 +100,7 @@ def _method_result(run: Run, workload: str, method: str) -> MethodResult:
         speed_up_by_round=[] if is_baseline else metrics.speed_up_by_round(run, workload, method),
         lossless=metrics.count_lossless(run, workload, method),
         largest_tie=metrics.largest_tie(run, workload, method),
+        law_p=metrics.law_p_value(run, workload, method),
         num_failed=metrics.count_failures(run, workload, method),
         extra_bytes=about.get("extra_bytes"),
     )

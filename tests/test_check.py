@@ -11,7 +11,7 @@ from specbench.baselines import file_baseline, find_baseline
 from specbench.check import Check, check
 from specbench.cli import main
 from specbench.judge import Finding, Verdict
-from specbench.records import Divergence, RequestRecord, Run, read_run
+from specbench.records import Divergence, RequestRecord, Run, Surprise, read_run
 from specbench.report import main_leaderboard
 from specbench.verdicts import as_junit, as_markdown
 from tests.benchmarks.power_of_the_gate import LESS_TAU, PLANTED, SAMPLED, outcomes
@@ -143,6 +143,13 @@ def test_what_is_less_lossless_than_before_fails(mark: str) -> None:
     assert "lossless" in questions(check(BEFORE, worse), Verdict.FAIL)
     assert "lossless" not in questions(check(worse, BEFORE), Verdict.FAIL)
     assert "lossless" not in questions(check(worse, worse), Verdict.FAIL)
+
+
+def test_outputs_that_are_not_the_targets_in_law_fail() -> None:
+    odd = Surprise(nats=90.0, expected_nats=10.0, variance=1.0)
+    now = changed(BEFORE, lambda i, record: replace(record, lossless="law", surprise=odd))
+    assert "not the target's distribution: p " in finding(check(BEFORE, now), "lossless").reason
+    assert "lossless" in questions(check(BEFORE, now), Verdict.FAIL)
 
 
 def test_a_request_that_fails_now_fails_the_method() -> None:

@@ -60,6 +60,7 @@ def test_an_output_that_ended_early_has_an_end_and_no_gap() -> None:
 
 def test_where_only_the_law_is_the_targets_it_says_so() -> None:
     assert "its drafts are drawn" in lines(made([0, 1, 9, 3], "law", None))[-1]
+    assert "would never choose" in lines(made([0, 1, 9, 3], "broken", None))[-1]
     assert "does not claim" in lines(made([0, 1, 9, 3], "lossy", None))[-1]
 
 

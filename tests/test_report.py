@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from specbench.metrics import DEFINITIONS
-from specbench.records import Divergence, Record, Run, TimingRecord, read_run
+from specbench.records import Divergence, Record, Run, Surprise, TimingRecord, read_run
 from specbench.report import FORMATS, main_leaderboard, print_report, render, render_leaderboard
 from specbench.tables import NO_BREAK
 from tests.made_runs import (
@@ -150,6 +150,32 @@ def test_losslessness_is_said_in_words(verdicts: list[str], shown: str) -> None:
         output("echo", str(i), (1, 1, 1, 2), lossless=verdict) for i, verdict in enumerate(verdicts)
     ]
     assert row(render([made_run(*records)], "md"), "echo (copies)")[6] == shown
+
+
+def surprising(nats: float) -> Run:
+    """A run whose drawn outputs were so surprising where 40 nats were expected, give or take 4."""
+    drawn = Surprise(nats=nats / 4, expected_nats=10.0, variance=4.0)
+    return made_run(
+        *(
+            replace(output("echo", f"{i}", (1, 1, 1, 2), lossless="law"), surprise=drawn)
+            for i in range(4)
+        )
+    )
+
+
+def test_outputs_in_law_come_with_the_p_value_of_their_test() -> None:
+    text = render([surprising(nats=44)], "md").replace(NO_BREAK, " ")
+    assert row(text, "echo (copies)")[6] == "in law (p 0.32)"
+    assert "NOT in law:" not in text
+
+
+@pytest.mark.parametrize("nats", [20, 60])
+def test_outputs_that_are_not_the_targets_are_marked(nats: float) -> None:
+    text = render([surprising(nats)], "md").replace(NO_BREAK, " ")
+    assert row(text, "echo (copies)")[6] == "NOT in law (p 5.7e-07)"
+    assert "- NOT in law: echo on code, its tokens are not as surprising" in text
+    assert row(text, "echo NOT IN LAW")
+    assert "| - | echo (copies) |" in render_leaderboard([surprising(nats)])
 
 
 def test_lossy_and_broken_methods_are_marked_in_every_table() -> None:
