@@ -233,6 +233,18 @@ def test_another_machine_leaves_the_speed_open_and_nothing_else() -> None:
     assert check(BEFORE, now, allow=["machine"]).verdict == Verdict.PASS
 
 
+def test_a_baseline_that_is_not_as_fast_as_it_was_is_named() -> None:
+    slow = [
+        replace(t, decode_s=t.decode_s * 2, draft_s=0.0, forward_s=0.0, bookkeeping_s=0.0)
+        for t in BEFORE.timings
+    ]
+    done = check(BEFORE, replace(BEFORE, timings=slow))
+    assert done.verdict == Verdict.PASS
+    note = "vanilla on code: 24.9 tokens/s, was 49.9; another load of the machine, or"
+    assert any(one.startswith(note) for one in done.notes), done.notes
+    assert not check(BEFORE, BEFORE).notes
+
+
 def test_an_unknown_group_and_an_unknown_method_are_errors() -> None:
     with pytest.raises(ValueError, match=r"--allow dtpe: .*mean 'dtype'.*valid: weights, dtype, t"):
         check(BEFORE, BEFORE, allow=["dtpe"])

@@ -354,6 +354,27 @@ def test_resuming_a_complete_run_prints_its_report(
     assert "breaks" in shown.out and shown.err == "specbench: nothing is left to do\n"
 
 
+def test_a_run_that_is_killed_goes_on_to_the_same_records(
+    specbench: Run, folder: Path, tmp_path: Path
+) -> None:
+    """By SIGKILL, which leaves no time to put anything in order."""
+    slow = ["--methods", "slow", "--set", "slow.seconds=0.05", "--prompts", "5"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "specbench.cli", *small_run(tmp_path / "run", *slow)],
+        cwd=folder,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        wait_for_shards(tmp_path / "run", 1)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    kept = inodes(tmp_path / "run", read_info(tmp_path / "run")["shards"])
+    assert specbench("report", tmp_path / "run") == 0
+    assert specbench("run", "--resume", tmp_path / "run", "--no-ray") == 0
+    finished = read_run(tmp_path / "run")
+    assert kept.items() <= inodes(tmp_path / "run", finished.info["shards"]).items()
+    assert (len(finished.references), finished.missing_shards) == (7, [])
+
+
 def test_methods_are_listed_with_their_knobs(
     specbench: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specbench.metrics import DEFINITIONS
+from specbench.definitions import DEFINITIONS
 from specbench.records import Divergence, Record, Run, Surprise, TimingRecord, read_run
 from specbench.report import FORMATS, main_leaderboard, print_report, render, render_leaderboard
 from specbench.tables import NO_BREAK

@@ -15,7 +15,7 @@ from specbench import registry
 from specbench.bench import Bench
 from specbench.config import RunConfig
 from specbench.metrics import pair_times
-from specbench.records import BASELINE, Record, Run, TimingRecord
+from specbench.records import BASELINE, Record, ReferenceRecord, Run, TimingRecord
 from specbench.shards import load_workloads, plan_shards
 from specbench.stats import Estimate, Floats, judge_together, speed_up
 from specbench.target import load_target
@@ -88,15 +88,16 @@ def measure(config: RunConfig, num_names: int, num_runs: int) -> list[list[Estim
     shards = [shard for w in workloads for shard in plan_shards(w, config.batch_size)]
     runs = []
     for number in range(1, num_runs + 1):
-        run = _timed([record for shard in shards for record in bench.measure(shard)])
+        run = _run([record for shard in shards for record in bench.measure(shard)])
         pairs = [pair_times(run, w.name, name) for w in workloads for name in names[1:]]
         runs.append(judge_together([speed_up(pairs_C4) for pairs_C4 in pairs]))
         print(f"  run {number}: " + ", ".join(f"{e.value:.3f} {e.verdict}" for e in runs[-1]))
     return runs
 
 
-def _timed(records: Sequence[Record]) -> Run:
+def _run(records: Sequence[Record]) -> Run:
     run = Run(Path(), {})
+    run.references.extend(record for record in records if isinstance(record, ReferenceRecord))
     run.timings.extend(record for record in records if isinstance(record, TimingRecord))
     return run
 
