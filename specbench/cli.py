@@ -285,8 +285,9 @@ def _report(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from specbench import baselines, verdicts
     from specbench.check import check
+    from specbench.files import write_atomically
     from specbench.judge import Verdict
-    from specbench.records import read_run, write_atomically
+    from specbench.records import read_run
     from specbench.tables import print_page
 
     given = {key: vars(arguments)[key] for key in ("margin", "allow") if key in arguments}

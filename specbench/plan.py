@@ -17,13 +17,13 @@ from filelock import FileLock, Timeout
 from specbench import provenance
 from specbench.bench import failures
 from specbench.config import RunConfig
+from specbench.files import remove_unfinished
 from specbench.merge import fingerprint, flat
 from specbench.records import (
     FailureRecord,
     Record,
     read_info,
     read_shard,
-    remove_unfinished,
     shard_path,
     write_run,
     write_shard,
@@ -89,7 +89,7 @@ class Plan:
 
         try:
             self._write(acquire)
-            remove_unfinished(self.folder)
+            remove_unfinished(self.folder, shard_path(self.folder, "").parent)
             self._catch_up()
             yield
         finally:

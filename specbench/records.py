@@ -8,8 +8,6 @@ stored as the truth.
 
 import hashlib
 import json
-import os
-import tempfile
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
+from specbench.files import write_atomically
 from specbench.messages import in_one_line
 
 SCHEMA_VERSION = 3
@@ -203,33 +202,10 @@ class Run:
     """Result files in the folder that the run does not list: they are no part of it."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all, also when the machine stops in the middle."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        # A temporary file is its owner's alone; results are for everyone who may read the folder.
-        os.chmod(part, 0o644)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-
-
 def write_run(folder: Path, info: dict[str, Any]) -> None:
     """Files a run's settings and provenance. A new run gets an id, which all its shards bear."""
     header = {"schema": SCHEMA_VERSION, "id": uuid.uuid4().hex}
     write_atomically(folder / "run.json", json.dumps(header | info, indent=1) + "\n")
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes what writes that were killed left in a run's folder."""
-    for path in (*folder.glob(".run.json-*"), *(folder / "shards").glob(".*.jsonl-*")):
-        path.unlink()
 
 
 def shard_path(folder: Path, shard: str) -> Path:

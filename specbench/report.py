@@ -18,9 +18,10 @@ from specbench.baselines import FOLDER
 from specbench.columns import costs_table, positions_table, ranking_table, results_table
 from specbench.definitions import DEFINITIONS
 from specbench.describe import describe_workload, differences, provenance_lines, title, warnings
+from specbench.files import write_atomically
 from specbench.merge import Section, sections
 from specbench.metrics import Position, peak_memory_mib
-from specbench.records import Run, read_run, write_atomically
+from specbench.records import Run, read_run
 from specbench.stats import Estimate
 from specbench.summary import MethodResult, WorkloadResult, summarise
 from specbench.tables import Cell, Column, Heading, Note, Page, Table, markdown, print_page

@@ -112,7 +112,7 @@ def test_whatever_is_wrong_with_a_shard_it_alone_is_measured_again(
 
 
 def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(folder: Path) -> None:
-    part = folder / "shards" / ".chat.jsonl-00000.jsonl-abcdef"
+    part = folder / "shards" / ".chat.jsonl-00000.jsonl.unfinished-abc"
     part.write_text("half")
     with plan.resume(folder).alone():
         assert not part.exists()

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
+from specbench.files import remove_unfinished, write_atomically
 from specbench.records import (
     Divergence,
     Record,
     read_info,
     read_run,
     read_shard,
-    remove_unfinished,
     shard_path,
-    write_atomically,
     write_run,
     write_shard,
 )
@@ -200,16 +199,16 @@ def test_a_write_that_is_killed_leaves_the_old_file_and_a_part_to_be_removed(
 ) -> None:
     path = shard_path(folder, "code-0")
     script = (
-        "import os, signal, sys; from pathlib import Path; from specbench import records\n"
+        "import os, signal, sys; from pathlib import Path; from specbench import files\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "records.write_atomically(Path(sys.argv[1]), 'half')"
+        "files.write_atomically(Path(sys.argv[1]), 'half')"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert read_shard(path) == RECORDS
     assert read_run(folder).stray_files == []
     assert len(list(path.parent.iterdir())) == 2
-    remove_unfinished(folder)
+    remove_unfinished(path.parent)
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -217,10 +216,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_leaves_the_old_file(folder
     """As a limit on the size of files makes it."""
     path = shard_path(folder, "code-0")
     script = (
-        "import resource, signal, sys; from pathlib import Path; from specbench import records\n"
+        "import resource, signal, sys; from pathlib import Path; from specbench import files\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try: records.write_atomically(Path(sys.argv[1]), 'x' * 9999)\n"
+        "try: files.write_atomically(Path(sys.argv[1]), 'x' * 9999)\n"
         "except OSError as error: print(error.strerror)"
     )
     full = subprocess.run(

@@ -91,7 +91,10 @@ def measure(config: RunConfig, num_names: int, num_runs: int) -> list[list[Estim
         run = _run([record for shard in shards for record in bench.measure(shard)])
         pairs = [pair_times(run, w.name, name) for w in workloads for name in names[1:]]
         runs.append(judge_together([speed_up(pairs_C4) for pairs_C4 in pairs]))
-        print(f"  run {number}: " + ", ".join(f"{e.value:.3f} {e.verdict}" for e in runs[-1]))
+        print(
+            f"  run {number}: " + ", ".join(f"{e.value:.3f} {e.verdict}" for e in runs[-1]),
+            flush=True,
+        )
     return runs
 
 
