@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from specbench.metrics import count_lossless
-from specbench.records import Run, shard_path
+from specbench.records import Run, is_edited, shard_path
 
 FOLDER = Path("results") / "baselines"
 
@@ -62,6 +62,8 @@ def _faults(run: Run) -> list[str]:
     faults = []
     if run.missing_shards:
         faults.append(f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing")
+    if is_edited(run.info):
+        faults.append("run.json has been edited")
     for workload in run.info["workloads"]:
         for method in run.info["methods"]:
             if broken := count_lossless(run, workload, method).get("broken"):

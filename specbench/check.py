@@ -7,7 +7,7 @@ from specbench.comparable import MACHINE, differences
 from specbench.judge import Case, Finding, Verdict
 from specbench.messages import suggest
 from specbench.metrics import measure_times
-from specbench.records import BASELINE, Run
+from specbench.records import BASELINE, Run, is_edited
 
 MARGIN = 0.05
 
@@ -62,6 +62,8 @@ def check(
                 f"{one.folder} lacks {len(one.missing_shards)} of {len(one.info['shards'])} "
                 f"shards; finish it: `specbench run --resume {one.folder}`"
             )
+        if is_edited(one.info):
+            raise ValueError(f"{one.folder}/run.json has been edited: nothing can be told from it")
     methods = _methods(run, method)
     apart = differences(baseline, run, methods, allow)
     elsewhere = apart.pop(MACHINE, [])

@@ -8,7 +8,7 @@ from typing import Any
 from specbench.columns import number, percent
 from specbench.merge import Section
 from specbench.metrics import LEAST_LAW_P, peak_memory_mib
-from specbench.records import FailureRecord, RequestRecord, Run
+from specbench.records import FailureRecord, RequestRecord, Run, is_edited
 from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
 
@@ -88,6 +88,11 @@ def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
 
 def _doubts(run: Run) -> list[str]:
     lines, provenance = [], run.info.get("provenance", {})
+    if is_edited(run.info):
+        lines.append(
+            f"{_name(run)}: run.json has been edited; what it says of settings and machine may not "
+            "be true"
+        )
     if run.missing_shards:
         lines.append(
             f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing: "

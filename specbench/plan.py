@@ -22,6 +22,7 @@ from specbench.merge import fingerprint, flat
 from specbench.records import (
     FailureRecord,
     Record,
+    is_edited,
     read_info,
     read_shard,
     shard_path,
@@ -132,6 +133,10 @@ class Plan:
                     f"{self.folder} cannot go on, it would mix results: "
                     f"{textwrap.shorten('; '.join(changed), 300, placeholder=' ...')}; "
                     "start a new run with --out"
+                )
+            if is_edited(self.before):
+                raise ValueError(
+                    f"{self.folder}/run.json has been edited; start a new run with --out"
                 )
             _note_resumption(self.before, info)
             self._write(lambda: write_run(self.folder, self.before or {}))

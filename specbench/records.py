@@ -9,7 +9,7 @@ stored as the truth.
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -204,8 +204,19 @@ class Run:
 
 def write_run(folder: Path, info: dict[str, Any]) -> None:
     """Files a run's settings and provenance. A new run gets an id, which all its shards bear."""
-    header = {"schema": SCHEMA_VERSION, "id": uuid.uuid4().hex}
-    write_atomically(folder / "run.json", json.dumps(header | info, indent=1) + "\n")
+    whole = {"schema": SCHEMA_VERSION, "id": uuid.uuid4().hex} | info
+    whole["sha256"] = _info_sha256(whole)
+    write_atomically(folder / "run.json", json.dumps(whole, indent=1) + "\n")
+
+
+def is_edited(info: Mapping[str, Any]) -> bool:
+    """Whether ``run.json`` is not as it was written; a run in memory, without an id, never was."""
+    return "id" in info and info.get("sha256") != _info_sha256(info)
+
+
+def _info_sha256(info: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in info.items() if key != "sha256"}
+    return _sha256(json.dumps(rest, sort_keys=True))
 
 
 def shard_path(folder: Path, shard: str) -> Path:

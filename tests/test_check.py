@@ -360,6 +360,16 @@ def test_what_nothing_should_be_held_against_is_not_filed(at: Path) -> None:
         file_baseline(replace(run, requests=broken), "second")
 
 
+def test_a_run_whose_description_was_edited_is_neither_judged_nor_filed(at: Path) -> None:
+    path = at / "run" / "run.json"
+    main(["baseline", "run", "--name", "first"])
+    path.write_text(path.read_text().replace("Made-up CPU", "Better CPU"))
+    with pytest.raises(ValueError, match=r"run\.json has been edited: nothing can be told"):
+        check(read_run(find_baseline("first")), read_run(at / "run"))
+    with pytest.raises(ValueError, match=r"is no baseline: run\.json has been edited"):
+        file_baseline(read_run(at / "run"), "second")
+
+
 def test_a_baseline_is_no_part_of_the_leaderboard(at: Path) -> None:
     main(["baseline", "run", "--name", "first"])
     with pytest.raises(ValueError, match="holds no runs"):

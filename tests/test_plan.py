@@ -191,6 +191,15 @@ def test_a_run_on_something_else_is_not_gone_on_with(folder: Path, change: Any, 
     assert len(inodes(folder, info["shards"])) == 2
 
 
+def test_a_run_whose_description_was_edited_is_not_gone_on_with(folder: Path) -> None:
+    """Though what was edited does not bear on the numbers."""
+    path = folder / "run.json"
+    shard_path(folder, read_info(folder)["shards"][0]).unlink()
+    path.write_text(path.read_text().replace('"load_average": ', '"load_average": 1'))
+    with pytest.raises(ValueError, match=r"run\.json has been edited; start a new run"):
+        run(plan.resume(folder), use_ray=False)
+
+
 def test_without_ray_a_run_has_the_threads_of_one_of_rays_workers(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

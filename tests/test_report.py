@@ -273,6 +273,14 @@ def test_files_that_are_no_part_of_the_run_are_named(tmp_path: Path) -> None:
     assert "run holds files that the run does not list, they are left out: code-0 (copy)" in text
 
 
+def test_an_edited_description_of_a_run_is_named(tmp_path: Path) -> None:
+    filed_run(tmp_path / "run", paired("echo", 2))
+    path = tmp_path / "run" / "run.json"
+    assert "has been edited" not in render([read_run(path.parent)], "md")
+    path.write_text(path.read_text().replace("Made-up CPU", "Better CPU"))
+    assert "- run: run.json has been edited; what" in render([read_run(path.parent)], "md")
+
+
 def test_a_machine_that_is_half_busy_is_named() -> None:
     provenance = {**INFO["provenance"], "load_average": 1.0, "cores": 2}
     assert "busy at the start (load average 1.0 on 2 cores)" in render(
