@@ -259,7 +259,7 @@ def excess(sampling: Sampling, judged: Sampling) -> float:
     """How many standard deviations outputs that were sampled are more surprising than they should
     be."""
     total = [0.0, 0.0]
-    for i in range(40):
+    for i in range(12):
         request = make_request((5, 40, 12, 77), 20, name=str(i))
         found = surprise(target(), request, judged, reference(target(), request, sampling))
         if found is None:
@@ -274,9 +274,9 @@ def test_outputs_of_the_target_are_as_surprising_as_it_expects(sampling: Samplin
 
 
 def test_outputs_of_another_temperature_are_not() -> None:
-    warm, hot = Sampling(temperature=1.0), Sampling(temperature=1.3)
-    assert excess(hot, warm) > 5
-    assert excess(warm, hot) < -5
+    warm, hot = Sampling(temperature=1.0), Sampling(temperature=2.0)
+    assert excess(hot, warm) > 4
+    assert excess(warm, hot) < -4
 
 
 def test_a_token_that_the_target_would_never_choose_has_no_surprise() -> None:
