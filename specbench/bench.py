@@ -150,8 +150,9 @@ class Bench:
         for prompt in workload.prompts:
             self._refer(workload, prompt, sampling, records, jobs)
         size = self.config.batch_size
-        for begin in range(0, len(jobs), size):
-            records += self._measure(workload.name, jobs[begin : begin + size], sampling)
+        for number, begin in enumerate(range(0, len(jobs), size)):
+            batch = jobs[begin : begin + size]
+            records += self._measure(workload.name, batch, sampling, first=number)
         return records
 
     def _refer(
@@ -240,12 +241,19 @@ class Bench:
             num_forwards += 1
         return _Pass(rows, watch.seconds(), num_forwards)
 
-    def _measure(self, workload: str, jobs: Sequence[_Job], sampling: Sampling) -> list[Record]:
-        """Every method decodes the batch once in each round, in an order that rotates."""
+    def _measure(
+        self, workload: str, jobs: Sequence[_Job], sampling: Sampling, first: int
+    ) -> list[Record]:
+        """Every method decodes the batch once in each round, in an order that rotates with rounds
+        and batches: in few rounds no method keeps to one end of it.
+
+        Args:
+            first: the place of the method that begins.
+        """
         names = list(self.methods)
         measured = {name: _Measured() for name in names}
         for round_ in range(self.config.rounds):
-            turn = round_ % len(names)
+            turn = (first + round_) % len(names)
             for order, name in enumerate(names[turn:] + names[:turn]):
                 so_far = measured[name]
                 if so_far.error:
@@ -308,9 +316,11 @@ class Bench:
         self, workload: str, name: str, job: _Job, row: Row, sampling: Sampling
     ) -> RequestRecord:
         lossy = self.methods[name].typical is not None and not sampling.greedy
-        if lossy or row.drawn:
-            verdict, divergence = "lossy" if lossy else "law", None
-        else:
+        verdict, divergence, surprise = "lossy", None, None
+        if row.drawn and not lossy:
+            surprise = lossless.surprise(self.target, job.request, sampling, row.output)
+            verdict = "law" if surprise else "broken"
+        elif not lossy:
             comparison = lossless.compare(
                 self.target, job.request, sampling, job.reference, row.output
             )
@@ -324,6 +334,7 @@ class Bench:
             steps=[list(step) for step in row.steps],
             lossless=verdict,
             divergence=divergence,
+            surprise=surprise,
         )
 
 

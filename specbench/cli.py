@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.plan import Plan
     from specbench.records import Run
 
-EXIT_DONE, EXIT_FAILURES, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE, EXIT_FAILURES, EXIT_USAGE, EXIT_OPEN, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _NO_SETTINGS = {"command", "out", "resume", "no_ray"}
 _RESUMABLE = {"command", "resume", "no_ray", "workers", "knobs"}
 
@@ -84,6 +84,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folders", metavar="DIR", nargs="+", type=Path)
     report.add_argument("--format", choices=("rich", "md", "json"), default="rich")
+    check = commands.add_parser(
+        "check",
+        help="judge a run's methods against a baseline",
+        description="Judge a run's methods against a baseline: PASS (exit code 0), FAIL (1) or "
+        "INCONCLUSIVE (3). In brackets: the defaults.",
+        allow_abbrev=False,
+    )
+    check.add_argument("baseline", metavar="BASELINE", help="a run's folder, or a baseline's name")
+    check.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    check.add_argument("--method", metavar="M", help="the one to judge (all)")
+    add = partial(check.add_argument, default=argparse.SUPPRESS)
+    add("--margin", metavar="X", type=float, help="loss that the soft part lets pass (0.05)")
+    add("--allow", metavar="A,B", type=_names, help="what may differ: dtype, machine, ...")
+    check.add_argument("--hard", action="store_true", help="the exact part only")
+    check.add_argument("--markdown", metavar="FILE", type=Path, help="for a pull request")
+    check.add_argument("--junit", metavar="FILE", type=Path, help="JUnit XML, for CI")
+    baseline = commands.add_parser("baseline", help="file a run as a baseline", allow_abbrev=False)
+    baseline.add_argument("run", metavar="RUN", type=Path)
+    baseline.add_argument("--name", metavar="N", required=True)
+    explain = commands.add_parser(
+        "explain", help="show where outputs leave the target's", allow_abbrev=False
+    )
+    explain.add_argument("folder", metavar="DIR", type=Path)
+    explain.add_argument("--prompt", metavar="ID", required=True)
+    explain.add_argument("--method", metavar="M", help="the one to show (all)")
     train = commands.add_parser(
         "train",
         help="train a method's drafter",
@@ -135,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        0 done, 1 done with failed prompts or cases, 2 bad usage or input, 130 interrupted.
+        0 done or passed, 1 done with failed prompts or cases or a failed check, 2 bad usage or input,
+        3 a check that is inconclusive, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -271,6 +297,55 @@ def _report(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    from specbench import baselines, verdicts
+    from specbench.check import check
+    from specbench.files import write_atomically
+    from specbench.judge import Verdict
+    from specbench.records import read_run
+    from specbench.tables import print_page
+
+    given = {key: vars(arguments)[key] for key in ("margin", "allow") if key in arguments}
+    done = check(
+        read_run(baselines.find_baseline(arguments.baseline)),
+        read_run(arguments.run),
+        method=arguments.method,
+        hard_only=arguments.hard,
+        **given,
+    )
+    print_page(verdicts.page(done), Console())
+    if arguments.markdown:
+        write_atomically(arguments.markdown, verdicts.as_markdown(done))
+    if arguments.junit:
+        write_atomically(arguments.junit, verdicts.as_junit(done))
+    exits = {Verdict.PASS: EXIT_DONE, Verdict.FAIL: EXIT_FAILURES, Verdict.INCONCLUSIVE: EXIT_OPEN}
+    return exits[done.verdict]
+
+
+def _baseline(arguments: argparse.Namespace) -> int:
+    from specbench import baselines
+    from specbench.records import read_run
+
+    run = read_run(arguments.run)
+    folder = baselines.file_baseline(run, arguments.name)
+    for doubt in baselines.doubts(run):
+        print(f"specbench: {doubt}", file=sys.stderr)
+    print(f"filed as {folder}; `specbench check {arguments.name} RUN` holds a run against it")
+    return EXIT_DONE
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from specbench.explain import decoder, explain
+    from specbench.records import read_run
+    from specbench.tables import print_page
+    from specbench.worker import hush
+
+    hush()
+    run = read_run(arguments.folder)
+    print_page(explain(run, arguments.prompt, arguments.method, decoder(run)), Console())
+    return EXIT_DONE
+
+
 def _methods(arguments: argparse.Namespace) -> int:
     from specbench import registry
 
@@ -339,6 +414,9 @@ def _conform(arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run,
     "report": _report,
+    "check": _check,
+    "baseline": _baseline,
+    "explain": _explain,
     "train": _train,
     "conform": _conform,
     "methods": _methods,

@@ -1,8 +1,8 @@
 """What each column of a report says of a method, to the word and the digit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from specbench.metrics import Acceptance, Times
+from specbench.metrics import LEAST_LAW_P, Acceptance, Times
 from specbench.summary import MethodResult
 from specbench.tables import MISSING, NO_BREAK, Cell, Column, Table
 
@@ -56,7 +56,11 @@ def _standing(method: MethodResult) -> float:
 
 
 def _is_not_the_targets(method: MethodResult) -> bool:
-    return any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+    return _is_unlawful(method) or any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+
+
+def _is_unlawful(method: MethodResult) -> bool:
+    return method.law_p is not None and method.law_p < LEAST_LAW_P
 
 
 def _accepted(read: Callable[[Acceptance], float | None], text: _Text) -> _Show:
@@ -92,6 +96,7 @@ def _show_method(method: MethodResult) -> str:
 
 def _show_marked(method: MethodResult) -> Cell:
     marks = [mark.upper() for mark in _NOT_THE_TARGETS if mark in method.lossless]
+    marks += ["NOT IN LAW"] if _is_unlawful(method) else []
     return Cell(" ".join([method.method, *marks]), "bad" if marks else "")
 
 
@@ -101,12 +106,18 @@ def _show_speed_up(method: MethodResult) -> Cell:
         return Cell("1.00x baseline")
     if estimate is None:
         return Cell(MISSING)
-    tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
-    if estimate.too_few:
+    interval = estimate.interval()
+    if estimate.too_few or interval is None:
         return Cell(f"{estimate.value:.2f}x, too few prompts to tell")
-    interval = f"[{number(estimate.low)},{NO_BREAK}{number(estimate.high)}]"
-    verdict = f"{NO_BREAK if tone else ' '}{estimate.verdict}"
-    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{interval}{verdict}", tone)
+    ends = f"[{number(interval.low)},{NO_BREAK}{number(interval.high)}]"
+    tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")
+    if tone:
+        verdict = f"{NO_BREAK}{estimate.verdict}"
+    else:
+        verdict = f" {estimate.verdict}, blind{NO_BREAK}below{NO_BREAK}" + percent(
+            estimate.smallest_visible, digits=0
+        ).replace(" ", NO_BREAK)
+    return Cell(f"{estimate.value:.2f}x{NO_BREAK}{ends}{verdict}", tone)
 
 
 def _show_split(method: MethodResult) -> str:
@@ -118,9 +129,21 @@ def _show_split(method: MethodResult) -> str:
 
 
 def _show_lossless(method: MethodResult) -> Cell:
-    counts, total = method.lossless, sum(method.lossless.values())
+    tone = "bad" if _is_not_the_targets(method) else ""
+    gap = method.largest_tie
+    gaps = "" if gap is None else f" (logit gap{NO_BREAK}up{NO_BREAK}to{NO_BREAK}{gap:.2g})"
+    law = "" if method.law_p is None else f" (p{NO_BREAK}{method.law_p:.2g})"
+    shown = losslessness(method.lossless)
+    if _is_unlawful(method):
+        shown = shown.replace("in law", "NOT in law")
+    return Cell(shown + gaps + law, tone)
+
+
+def losslessness(counts: Mapping[str, int]) -> str:
+    """How many outputs are exact, ties, broken, ..., the worst first."""
+    total = sum(counts.values())
     if counts.get("exact") == total and total:
-        return Cell(f"exact {total}/{total}")
+        return f"exact {total}/{total}"
     words = {
         "broken": "BROKEN {}",
         "exact": "{} exact",
@@ -129,7 +152,7 @@ def _show_lossless(method: MethodResult) -> Cell:
         "lossy": "LOSSY" if counts.get("lossy") == total else "{} LOSSY",
     }
     text = ", ".join(words[name].format(counts[name]) for name in words if counts.get(name))
-    return Cell(text or MISSING, "bad" if _is_not_the_targets(method) else "")
+    return text or MISSING
 
 
 def _show_failed(method: MethodResult) -> Cell:
@@ -146,9 +169,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None) -> str:
-    """A share as a percentage of one decimal."""
-    return MISSING if value is None else f"{100 * value:.1f} %"
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage of so many decimals."""
+    return MISSING if value is None else f"{100 * value:.{digits}f} %"
 
 
 def _tenths(value: float | None) -> str:

@@ -7,13 +7,16 @@ from typing import Any
 
 from specbench.columns import number, percent
 from specbench.merge import Section
-from specbench.metrics import peak_memory_mib
-from specbench.records import FailureRecord, RequestRecord, Run
+from specbench.metrics import LEAST_LAW_P, peak_memory_mib
+from specbench.records import FailureRecord, RequestRecord, Run, is_edited
+from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
 
 _MOST_NAMED = 3
 _MOST_DIFFERENCES = 8
 _PACKAGES = ("torch", "transformers")
+_BUSY = 0.5
+"""Load average, as a share of the cores, from which another program may take a worker's core."""
 
 
 def describe_workload(workload: WorkloadResult) -> str:
@@ -72,25 +75,36 @@ def differences(section: Section) -> str | None:
     )
 
 
-def warnings(section: Section) -> list[str]:
+def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
     """What is missing, failed or doubtful."""
     return [
         *(line for run in section.runs for line in _doubts(run)),
         *_failures(section.union.failures),
         *_untimed(section.union),
         *_broken(section.union.requests),
+        *(line for result in results for line in _unsure(result)),
     ]
 
 
 def _doubts(run: Run) -> list[str]:
     lines, provenance = [], run.info.get("provenance", {})
+    if is_edited(run.info):
+        lines.append(
+            f"{_name(run)}: run.json has been edited; what it says of settings and machine may not "
+            "be true"
+        )
     if run.missing_shards:
         lines.append(
             f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing: "
             f"resume with `specbench run --resume {run.folder}`"
         )
+    if run.stray_files:
+        lines.append(
+            f"{_name(run)} holds files that the run does not list, they are left out: "
+            f"{_names(run.stray_files)}"
+        )
     load, cores = _load(provenance), provenance.get("cores")
-    if load is not None and cores is not None and load >= cores:
+    if load is not None and cores is not None and load >= _BUSY * cores:
         lines.append(
             f"{_name(run)}: the machine was busy at the start (load average "
             f"{load:.1f} on {cores} cores); times may be off"
@@ -145,9 +159,37 @@ def _broken(requests: Sequence[RequestRecord]) -> list[str]:
                 where += f" at {split.position}: {found} instead of {expected}{gap}"
             broken.setdefault((record.method, record.workload), []).append(where)
     return [
-        f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}"
+        f"BROKEN: {method} on {workload}, tokens differ from the target's: {_names(places)}; "
+        "`specbench explain` shows the texts"
         for (method, workload), places in broken.items()
     ]
+
+
+def _unsure(result: WorkloadResult) -> list[str]:
+    """Where there are too few prompts for a verdict, or rounds differ by more than chance."""
+    workload, lines = result.metrics.workload, []
+    few = [m.method for m in result.methods if m.speed_up and m.speed_up.too_few]
+    if few:
+        lines.append(
+            f"too few prompts: {_names(few)} on {workload}; a verdict takes {MIN_CLUSTERS} that "
+            "were timed, or as many batches"
+        )
+    lines += [
+        f"NOT in law: {method.method} on {workload}, its tokens are not as surprising as the "
+        f"target's distribution says (p {method.law_p:.2g})"
+        for method in result.methods
+        if method.law_p is not None and method.law_p < LEAST_LAW_P
+    ]
+    for method in result.methods:
+        interval = method.speed_up and method.speed_up.interval()
+        rounds = method.speed_up_by_round
+        if interval and rounds and max(rounds) - min(rounds) > interval.high - interval.low:
+            lines.append(
+                f"noisy: {method.method} on {workload}, its rounds range from {min(rounds):.2f}x "
+                f"to {max(rounds):.2f}x, further than its interval; measure again on a quiet "
+                "machine or with more --rounds"
+            )
+    return lines
 
 
 def _names(names: Sequence[str]) -> str:

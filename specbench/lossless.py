@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.method import Request
-from specbench.records import Divergence
+from specbench.records import Divergence, Surprise
 from specbench.sampling import Sampling, gumbel, position_key, warp
 from specbench.target import Target
 from specbench.tree import Tree
@@ -27,6 +27,8 @@ the reference in bfloat16 did so at gaps of up to 0.015."""
 
 _CHUNK = 64
 _LIKELIEST = 20
+_LEAST_LOG = -1e3
+"""Stands for minus infinity where it is multiplied by 0."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,41 @@ def compare(
         position=position,
         expected=reference[position],
         found=found[position],
-        gap=gap if math.isfinite(gap) else None,
+        gap=_finite(gap),
         tolerance=tolerance,
+        expected_logit=_finite(float(logits_V[reference[position]])),
+        found_logit=_finite(float(logits_V[found[position]])),
     )
     return Comparison("tie" if gap <= tolerance else "broken", divergence)
+
+
+def surprise(
+    target: Target, request: Request, sampling: Sampling, output: Sequence[int]
+) -> Surprise | None:
+    """How surprising an output that was sampled is to the target; None if the target would never
+    have chosen one of its tokens."""
+    logits_TV = score(target, request.prompt, output)
+    logp_TV = warp(logits_TV, sampling).double()
+    found_T = logp_TV.gather(1, torch.tensor(output, device=logp_TV.device)[:, None])[:, 0]
+    kept_T = found_T > -math.inf
+    for position in (~kept_T).nonzero()[:, 0].tolist():
+        # Rounding may have kept a token at the edge; it says nothing of the distribution.
+        logits_V = logits_TV[position]
+        tolerance = TOLERANCE[target.dtype] * _size(logits_V)
+        if not _may_be_chosen(logits_V, sampling, output[position], tolerance):
+            return None
+    p_TV, logp_TV = logp_TV.exp(), logp_TV.clamp(min=_LEAST_LOG)
+    entropy_T = -(p_TV * logp_TV).sum(-1)
+    variance_T = (p_TV * logp_TV**2).sum(-1) - entropy_T**2
+    return Surprise(
+        nats=round(float(-found_T[kept_T].sum()), 4),
+        expected_nats=round(float(entropy_T[kept_T].sum()), 4),
+        variance=round(max(0.0, float(variance_T[kept_T].sum())), 4),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _size(logits_V: torch.Tensor) -> float:

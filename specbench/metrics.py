@@ -1,57 +1,25 @@
 """Records -> numbers: acceptance, tau, times and cost by workload and method; pure functions.
 
-`DEFINITIONS` says in words what is computed here; it is printed with the tables. What is missing is
-None, never 0.
+What is missing is None, never 0.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
-from specbench.stats import Floats
+from specbench.stats import Floats, ratio_of_rates
 from specbench.workloads import LEAST_TAIL
 
-DEFINITIONS = {
-    "tau": "committed tokens / steps over all prompts: the bonus included, tokens behind the end "
-    "of the output excluded; vanilla is exactly 1",
-    "tau by prompt": "the mean over prompts of each prompt's own tau; it may rank methods "
-    "differently",
-    "acceptance": "accepted tokens / offered depth, over all steps; it falls with the depth, so "
-    "compare it at equal depths only",
-    "acceptance at position p": "of the steps that offered a token at depth p and accepted all "
-    "before it, with the output not ended there, the share that accepted it; for trees, p is "
-    "offered where the deepest path reaches it",
-    "speed-up": "vanilla's decode seconds per token / the method's, on the same prompts, as a "
-    "ratio of sums; per batch of prompts the median over the rounds that timed both; prefill is "
-    "not in it",
-    "interval": "95 %, bootstrap over prompts (over batches where prompts are decoded together; a "
-    "prompt's turns stay together), percentile interval expanded for few prompts; faster / slower: "
-    "it leaves out 1; too few: under 5 independent prompts or batches, so no interval",
-    "tokens/s": "committed tokens per second of decoding, per batch the median over rounds",
-    "draft / verify / other": "share of the decode time spent drafting, in target forwards, and in "
-    "all the rest (bookkeeping)",
-    "lossless": "outputs against the reference, token by token: exact; tie (first difference "
-    "within the target's numerical tolerance); BROKEN; in law: only the distribution is the "
-    "target's; LOSSY: the method does not claim it",
-    "rank": "of a method in the leaderboard by speed-up; with BROKEN or LOSSY outputs or without a "
-    "speed-up it has none",
-    "failed": "requests that could not be decoded: each has a reason and no number",
-    "depth": "offered depth per step: levels of the drafted tree, 0 where nothing was drafted",
-    "forwards /token": "target forwards / committed tokens; below 1 / tau where rows share them",
-    "nodes /token": "drafted nodes / committed tokens",
-    "ms /step": "decode time / steps, a step being one target forward and all around it",
-    "wasted": "drafted nodes that were not accepted / drafted nodes",
-    "prefill": "per request; no method gains any of it, some add to it",
-    "extra": "weights that the method needs beside the target's",
-    "entropy": "mean next-token entropy of the target at T=1 along the reference, over all tokens",
-    "looping": "share of references that run into a loop, the best case of copying drafters; those "
-    f"under {LEAST_TAIL} tokens are too short to tell and do not count",
-    "-": "not measured, or not defined for this method",
-}
+LEAST_LAW_P = 1e-3
+"""Outputs with a lower p-value are not the target's."""
+_LEAST_VARIANCE = 1e-6
+"""Of a sum whose terms are rounded."""
 
 
 class Position(NamedTuple):
@@ -264,24 +232,65 @@ def _median_round(batch: Iterable[TimingRecord]) -> _MedianRound:
 def pair_times(run: Run, workload: str, method: str) -> Floats:
     """The method's and the baseline's decode times of the same batches, for `stats.speed_up`.
 
-    Only batches and rounds that both were timed in count; a batch counts with the median over its
-    rounds (a hiccup of the machine is no part of a method's speed). Batches that share a prompt,
-    as its turns do, are one cluster.
-
     Returns:
         [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
     """
-    baseline, timed = (_by_batch(run, workload, name) for name in (BASELINE, method))
-    pairs = {}
-    for batch in sorted(timed.keys() & baseline.keys()):
-        in_round = {timing.round: timing for timing in baseline[batch]}
+    batches = pair_batches(run, workload, method)
+    return sum_clusters(batches, request_names(run, workload)).reshape(-1, 4)
+
+
+def pair_batches(
+    run: Run, workload: str, method: str, baseline: str = BASELINE
+) -> dict[tuple[str, ...], Floats]:
+    """By batch: the baseline's seconds and tokens, the method's seconds and tokens. Only rounds
+    that both were timed in count, and of these the median (a hiccup of the machine is no part of a
+    method's speed)."""
+    return {
+        batch: np.median(list(rounds.values()), axis=0)
+        for batch, rounds in _paired_rounds(run, workload, method, baseline).items()
+    }
+
+
+def sum_clusters(batches: Mapping[tuple[str, ...], Floats], names: set[str]) -> Floats:
+    """Sums of what each batch holds, [C, K], by cluster: batches that share a prompt, as its turns
+    do, are one.
+
+    Args:
+        batches: by their requests.
+        names: all requests of the workload.
+    """
+    clusters = group_batches(list(batches), names)
+    sums = [np.sum([batches[batch] for batch in cluster], axis=0) for cluster in clusters]
+    return np.array(sums, dtype=np.float64)
+
+
+def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
+    """Each round's speed-up, over the batches that every round timed: one number but for the moods
+    of the machine."""
+    batches = list(_paired_rounds(run, workload, method, BASELINE).values())
+    rounds = sorted({round_ for batch in batches for round_ in batch})
+    whole = [batch for batch in batches if len(batch) == len(rounds)]
+    if not whole:
+        return []
+    return [float(ratio_of_rates(np.sum([b[r] for b in whole], axis=0))) for r in rounds]
+
+
+def _paired_rounds(
+    run: Run, workload: str, method: str, baseline: str
+) -> dict[tuple[str, ...], dict[int, Floats]]:
+    """For each batch, by round, the baseline's seconds and tokens and the method's seconds and
+    tokens."""
+    base, timed = (_by_batch(run, workload, name) for name in (baseline, method))
+    pairs: dict[tuple[str, ...], dict[int, Floats]] = {}
+    for batch in sorted(timed.keys() & base.keys()):
+        in_round = {timing.round: timing for timing in base[batch]}
         both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
         if both:
-            rows = [(b.decode_s, b.num_tokens, t.decode_s, t.num_tokens) for b, t in both]
-            pairs[batch] = np.median(np.array(rows, dtype=np.float64), axis=0)
-    clusters = group_batches(list(pairs), request_names(run, workload))
-    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
-    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+            pairs[batch] = {
+                t.round: np.array([b.decode_s, b.num_tokens, t.decode_s, t.num_tokens])
+                for b, t in both
+            }
+    return pairs
 
 
 def _by_batch(run: Run, workload: str, method: str) -> dict[tuple[str, ...], list[TimingRecord]]:
@@ -338,6 +347,31 @@ def count_lossless(run: Run, workload: str, method: str) -> dict[str, int]:
         r.lossless for r in run.requests if (r.workload, r.method) == (workload, method)
     )
     return {name: found[name] for name in LOSSLESS if found[name]}
+
+
+def largest_tie(run: Run, workload: str, method: str) -> float | None:
+    """The largest logit gap of a method's ties; None without any."""
+    splits = (
+        r.divergence
+        for r in run.requests
+        if (r.workload, r.method, r.lossless) == (workload, method, "tie")
+    )
+    return max((s.gap for s in splits if s and s.gap is not None), default=None)
+
+
+def law_p_value(run: Run, workload: str, method: str) -> float | None:
+    """The p-value of the test that a method's sampled outputs are as surprising to the target as
+    its distribution says; None where none was put to it."""
+    found = [
+        r.surprise
+        for r in run.requests
+        if (r.workload, r.method) == (workload, method) and r.surprise
+    ]
+    if not found:
+        return None
+    excess = sum(one.nats - one.expected_nats for one in found)
+    variance = sum(one.variance for one in found)
+    return 2 * float(special.ndtr(-abs(excess) / math.sqrt(max(variance, _LEAST_VARIANCE))))
 
 
 def count_failures(run: Run, workload: str, method: str) -> int:

@@ -17,10 +17,12 @@ from filelock import FileLock, Timeout
 from specbench import provenance
 from specbench.bench import failures
 from specbench.config import RunConfig
+from specbench.files import remove_unfinished
 from specbench.merge import fingerprint, flat
 from specbench.records import (
     FailureRecord,
     Record,
+    is_edited,
     read_info,
     read_shard,
     shard_path,
@@ -88,6 +90,7 @@ class Plan:
 
         try:
             self._write(acquire)
+            remove_unfinished(self.folder, shard_path(self.folder, "").parent)
             self._catch_up()
             yield
         finally:
@@ -130,6 +133,10 @@ class Plan:
                     f"{self.folder} cannot go on, it would mix results: "
                     f"{textwrap.shorten('; '.join(changed), 300, placeholder=' ...')}; "
                     "start a new run with --out"
+                )
+            if is_edited(self.before):
+                raise ValueError(
+                    f"{self.folder}/run.json has been edited; start a new run with --out"
                 )
             _note_resumption(self.before, info)
             self._write(lambda: write_run(self.folder, self.before or {}))

@@ -6,19 +6,20 @@ whole or not at all. Everything that is shown is computed from these records; no
 stored as the truth.
 """
 
+import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
+from specbench.files import write_atomically
 from specbench.messages import in_one_line
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BASELINE = "vanilla"
 """The method that every speed-up is measured against; it drafts nothing."""
 LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
@@ -67,9 +68,29 @@ class Divergence(_Strict):
     had ended, or where top-k or top-p cut one of the two tokens."""
     tolerance: float | None
     """The gap up to which it is a tie; None where only one of the outputs had ended."""
+    expected_logit: float | None = None
+    """The target's logit of the reference's token; None as for the tolerance, or minus infinity."""
+    found_logit: float | None = None
 
     def __post_init__(self) -> None:
         assert self.gap is None or self.tolerance is not None, "a gap has a tolerance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surprise(_Strict):
+    """How surprising an output's tokens were to the target, each given all before it: sums over the
+    output. The more outputs, the nearer comes (nats - expected) / sqrt(variance) to a standard
+    normal number, if and only if the tokens are as surprising as the target's distribution says."""
+
+    nats: float
+    """Minus the log-probabilities after temperature, top-k and top-p."""
+    expected_nats: float
+    """The entropies of the distributions that the tokens should come from."""
+    variance: float
+    """Likewise, the variances of the log-probability."""
+
+    def __post_init__(self) -> None:
+        assert self.variance >= 0, "a variance is not negative"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +109,8 @@ class RequestRecord(_Strict):
     the distribution is the target's (rejection sampling from a draft distribution); ``lossy`` where
     the method does not claim it."""
     divergence: Divergence | None = None
+    surprise: Surprise | None = None
+    """Where only the distribution is the target's."""
 
     def __post_init__(self) -> None:
         for nodes, depth, accepted, committed, matched in self.steps:
@@ -175,30 +198,25 @@ class Run:
     failures: list[FailureRecord] = field(default_factory=list)
     resources: list[ResourceRecord] = field(default_factory=list)
     missing_shards: list[str] = field(default_factory=list)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all, also when the machine stops in the middle."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        # A temporary file is its owner's alone; results are for everyone who may read the folder.
-        os.chmod(part, 0o644)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+    stray_files: list[str] = field(default_factory=list)
+    """Result files in the folder that the run does not list: they are no part of it."""
 
 
 def write_run(folder: Path, info: dict[str, Any]) -> None:
-    """Files a run's settings and provenance."""
-    write_atomically(
-        folder / "run.json", json.dumps({"schema": SCHEMA_VERSION, **info}, indent=1) + "\n"
-    )
+    """Files a run's settings and provenance. A new run gets an id, which all its shards bear."""
+    whole = {"schema": SCHEMA_VERSION, "id": uuid.uuid4().hex} | info
+    whole["sha256"] = _info_sha256(whole)
+    write_atomically(folder / "run.json", json.dumps(whole, indent=1) + "\n")
+
+
+def is_edited(info: Mapping[str, Any]) -> bool:
+    """Whether ``run.json`` is not as it was written; a run in memory, without an id, never was."""
+    return "id" in info and info.get("sha256") != _info_sha256(info)
+
+
+def _info_sha256(info: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in info.items() if key != "sha256"}
+    return _sha256(json.dumps(rest, sort_keys=True))
 
 
 def shard_path(folder: Path, shard: str) -> Path:
@@ -207,26 +225,42 @@ def shard_path(folder: Path, shard: str) -> Path:
 
 
 def write_shard(folder: Path, shard: str, records: Sequence[Record]) -> None:
-    """Files a finished shard: a header line that says how many records follow, then the records."""
+    """Files a finished shard: a header line that says of which run it is and what follows, then
+    the records."""
+    lines = ({"kind": _NAMES[type(record)], **asdict(record)} for record in records)
+    body = "".join(json.dumps(line) + "\n" for line in lines)
     header = {
         "kind": "shard",
         "schema": SCHEMA_VERSION,
+        "run": run_id(folder),
         "shard": shard,
         "num_records": len(records),
+        "sha256": _sha256(body),
     }
-    lines = [header, *({"kind": _NAMES[type(record)], **asdict(record)} for record in records)]
-    write_atomically(shard_path(folder, shard), "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(shard_path(folder, shard), json.dumps(header) + "\n" + body)
+
+
+def run_id(folder: Path) -> str | None:
+    """The id of a folder's run; None where none has begun there."""
+    if not (folder / "run.json").exists():
+        return None
+    return str(read_info(folder)["id"])
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_shard(path: Path) -> list[Record]:
     """The records of a shard.
 
     Raises:
-        ValueError: the file is not a whole shard of this schema; the message names the file and
-        what is wrong.
+        ValueError: the file is not a whole shard of this schema and of the run in its folder, or
+        not as it was written; the message names the file and what is wrong.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        text = path.read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
         header = lines.pop(0)
         schema = header["schema"]
     except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError) as error:
@@ -237,8 +271,12 @@ def read_shard(path: Path) -> list[Record]:
         raise ValueError(f"{path} holds shard {shard!r}; a shard's file bears its name")
     if expected != len(lines):
         raise ValueError(f"{path} holds {len(lines)} records, its header says {expected}")
+    if header.get("run") != run_id(path.parent.parent):
+        raise ValueError(f"{path} belongs to another run; it has been copied here")
     records = [_record(path, number, line) for number, line in enumerate(lines, start=2)]
     _check_agreement(path, records)
+    if header.get("sha256") != _sha256(text.partition("\n")[2]):
+        raise ValueError(f"{path} has been edited: its sha256 is not that of its records")
     return records
 
 
@@ -301,11 +339,15 @@ def read_info(folder: Path) -> dict[str, Any]:
     shards = info.get("shards")
     if not isinstance(shards, list) or not all(isinstance(shard, str) for shard in shards):
         raise ValueError(f"{folder} holds no readable run: run.json lists no shards")
+    if len(set(shards)) < len(shards):
+        raise ValueError(f"{folder} holds no readable run: run.json lists a shard twice")
     for part in _INFO_PARTS:
         value = info.get(part)
         nested = value.values() if isinstance(value, dict) and part in _NESTED_PARTS else ()
         if not isinstance(value, dict) or not all(isinstance(inner, dict) for inner in nested):
             raise ValueError(f"{folder} holds no readable run: run.json has no {part}")
+    if not isinstance(info.get("id"), str):
+        raise ValueError(f"{folder} holds no readable run: run.json has no id")
     return info
 
 
@@ -313,7 +355,7 @@ def read_run(folder: Path) -> Run:
     """Reads a run and all its finished shards.
 
     Raises:
-        ValueError: the folder or one of its files cannot be read.
+        ValueError: the folder or one of its files cannot be read, or two of them hold the same.
     """
     info = read_info(folder)
     run = Run(folder, info)
@@ -323,7 +365,31 @@ def read_run(folder: Path) -> Run:
             _sort_in(run, read_shard(path))
         else:
             run.missing_shards.append(shard)
+    listed = {shard_path(folder, shard) for shard in info["shards"]}
+    files = sorted((folder / "shards").glob("*"))
+    run.stray_files.extend(
+        path.name for path in files if path not in listed and not path.name.startswith(".")
+    )
+    _check_unique(run)
     return run
+
+
+def _check_unique(run: Run) -> None:
+    """Holds that no output and no time was recorded twice."""
+    records: list[ReferenceRecord | RequestRecord | TimingRecord]
+    records, seen = [*run.references, *run.requests, *run.timings], set()
+    for record in records:
+        method = None if isinstance(record, ReferenceRecord) else record.method
+        names = record.requests if isinstance(record, TimingRecord) else [record.request]
+        place = record.round if isinstance(record, TimingRecord) else None
+        key = (type(record), record.workload, method, place, *names)
+        if key in seen:
+            what = _NAMES[type(record)]
+            raise ValueError(
+                f"{run.folder} holds the {method or 'target'}'s {what} record of "
+                f"{record.workload}, {', '.join(names)} twice"
+            )
+        seen.add(key)
 
 
 def _sort_in(run: Run, records: Iterable[Record]) -> None:

@@ -14,11 +14,15 @@ from typing import Any
 
 from rich.console import Console
 
+from specbench.baselines import FOLDER
 from specbench.columns import costs_table, positions_table, ranking_table, results_table
+from specbench.definitions import DEFINITIONS
 from specbench.describe import describe_workload, differences, provenance_lines, title, warnings
+from specbench.files import write_atomically
 from specbench.merge import Section, sections
-from specbench.metrics import DEFINITIONS, Position, peak_memory_mib
-from specbench.records import Run, read_run, write_atomically
+from specbench.metrics import Position, peak_memory_mib
+from specbench.records import Run, read_run
+from specbench.stats import Estimate
 from specbench.summary import MethodResult, WorkloadResult, summarise
 from specbench.tables import Cell, Column, Heading, Note, Page, Table, markdown, print_page
 
@@ -29,7 +33,8 @@ _HOW_TO_READ = (
     "A table ranks the methods on one workload by speed-up over vanilla, which decoded the same "
     "prompts in the same process, in turns with them.",
     "A rank is no surer than its interval: methods whose intervals overlap much are not told apart "
-    "here, and `inconclusive` means that even the sign is open.",
+    "here, and `inconclusive` means that even the sign is open. Verdicts are corrected for the "
+    "number of speed-ups in a section, intervals are not.",
     "BROKEN and LOSSY outputs are not the target's, so their methods have no rank.",
     "Numbers of different sections come from different targets, machines or settings: do not "
     "compare them.",
@@ -68,12 +73,13 @@ def render_leaderboard(runs: Sequence[Run]) -> str:
 
 
 def main_leaderboard(results_folder: Path) -> None:
-    """Writes ``leaderboard.md`` from the runs in the folders below.
+    """Writes ``leaderboard.md`` from the runs in the folders below, but for the baselines.
 
     Raises:
         ValueError: there are no runs, or one cannot be read.
     """
-    folders = sorted(path.parent for path in results_folder.glob("**/run.json"))
+    found = (path.parent for path in results_folder.glob("**/run.json"))
+    folders = sorted(folder for folder in found if folder.parent.name != FOLDER.name)
     if not folders:
         raise ValueError(f"{results_folder} holds no runs; valid: a folder above run folders")
     page = render_leaderboard([read_run(folder) for folder in folders])
@@ -90,18 +96,19 @@ def _report(found: Sequence[Section], define: bool = True) -> Page:
     page: list[Heading | Note | Table] = []
     for section in found:
         page.append(Heading(title(section.union), 1))
-        page += _remarks(section)
-        for workload in summarise(section.union):
+        results = summarise(section.union)
+        page += _remarks(section, results)
+        for workload in results:
             page += _workload(workload)
         page.append(Heading("How it was measured", 2))
         page += [Note(line) for line in provenance_lines(section)]
     return [*page, Heading("Definitions", 2), _definitions()] if define else page
 
 
-def _remarks(section: Section) -> Page:
+def _remarks(section: Section, results: Sequence[WorkloadResult]) -> Page:
     apart = differences(section)
     first = [Note(apart, "strong")] if apart else []
-    return [*first, *(Note(line, "bad") for line in warnings(section))]
+    return [*first, *(Note(line, "bad") for line in warnings(section, results))]
 
 
 def _workload(workload: WorkloadResult) -> Page:
@@ -125,8 +132,9 @@ def _leaderboard(found: Sequence[Section]) -> Page:
     for section in found:
         page.append(Heading(title(section.union), 2))
         page += [Note(line) for line in provenance_lines(section)]
-        page += _remarks(section)
-        for tier, workloads in groupby(summarise(section.union), _tier):
+        results = summarise(section.union)
+        page += _remarks(section, results)
+        for tier, workloads in groupby(results, _tier):
             page.append(Heading(tier, 3))
             for workload in workloads:
                 page += _ranking(workload)
@@ -160,10 +168,11 @@ def _as_json(found: Sequence[Section]) -> str:
 
 
 def _section_values(section: Section) -> dict[str, Any]:
+    results = summarise(section.union)
     return {
         "runs": [{"folder": str(run.folder), **run.info} for run in section.runs],
         "differs": list(section.differs),
-        "warnings": warnings(section),
+        "warnings": warnings(section, results),
         "missing_shards": section.union.missing_shards,
         "failures": [asdict(failure) for failure in section.union.failures],
         "peak_memory_mib": peak_memory_mib(section.union),
@@ -173,7 +182,7 @@ def _section_values(section: Section) -> dict[str, Any]:
                 "decodings": list(workload.decodings),
                 "methods": [_method_values(method) for method in workload.methods],
             }
-            for workload in summarise(section.union)
+            for workload in results
         ],
     }
 
@@ -184,8 +193,20 @@ def _method_values(method: MethodResult) -> dict[str, Any]:
         positions = method.acceptance.positions
         values["acceptance"]["positions"] = [_position_values(position) for position in positions]
     if method.speed_up:
-        values["speed_up"]["verdict"] = method.speed_up.verdict
+        values["speed_up"] |= _estimate_values(method.speed_up)
     return values
+
+
+def _estimate_values(estimate: Estimate) -> Mapping[str, Any]:
+    interval, simultaneous = estimate.interval(), estimate.simultaneous
+    return {
+        "low": interval and interval.low,
+        "high": interval and interval.high,
+        "simultaneous": simultaneous and simultaneous._asdict(),
+        "p": estimate.p_value,
+        "smallest_visible": estimate.smallest_visible,
+        "verdict": estimate.verdict,
+    }
 
 
 def _position_values(position: Position) -> Mapping[str, float | None]:

@@ -1,7 +1,7 @@
 """A run -> what is shown of it: every method on every workload, with the speed-up's interval."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specbench import metrics, stats
@@ -20,7 +20,10 @@ class MethodResult:
     acceptance: Acceptance | None
     times: Times | None
     speed_up: Estimate | None
+    speed_up_by_round: Sequence[float]
     lossless: Mapping[str, int]
+    largest_tie: float | None
+    law_p: float | None
     num_failed: int
     extra_bytes: int | None
 
@@ -35,12 +38,26 @@ class WorkloadResult:
 
 
 def summarise(run: Run) -> list[WorkloadResult]:
-    """What is shown of a run, workloads with the least entropy first."""
+    """What is shown of a run, workloads with the least entropy first. Its verdicts are judged
+    together."""
     names = {record.workload for record in run.references}
     names |= {record.workload for record in run.requests}
     names |= {record.workload for record in run.failures}
     found = [_workload_result(run, name) for name in names]
-    return sorted(found, key=lambda result: _by_entropy(result.metrics))
+    return _judged(sorted(found, key=lambda result: _by_entropy(result.metrics)))
+
+
+def _judged(results: Sequence[WorkloadResult]) -> list[WorkloadResult]:
+    """With the p-values of all speed-ups corrected for their number."""
+    alone = [m.speed_up for result in results for m in result.methods if m.speed_up]
+    judged = iter(stats.judge_together(alone))
+    return [
+        replace(
+            result,
+            methods=[replace(m, speed_up=m.speed_up and next(judged)) for m in result.methods],
+        )
+        for result in results
+    ]
 
 
 def _by_entropy(workload: WorkloadMetrics) -> tuple[bool, float, str]:
@@ -80,7 +97,10 @@ def _method_result(run: Run, workload: str, method: str) -> MethodResult:
         acceptance=metrics.measure_acceptance(run, workload, method),
         times=metrics.measure_times(run, workload, method),
         speed_up=stats.speed_up(pairs) if len(pairs) and not is_baseline else None,
+        speed_up_by_round=[] if is_baseline else metrics.speed_up_by_round(run, workload, method),
         lossless=metrics.count_lossless(run, workload, method),
+        largest_tie=metrics.largest_tie(run, workload, method),
+        law_p=metrics.law_p_value(run, workload, method),
         num_failed=metrics.count_failures(run, workload, method),
         extra_bytes=about.get("extra_bytes"),
     )

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specbench.records import (
     Divergence,
     FailureRecord,
@@ -17,6 +19,7 @@ from specbench.records import (
     write_run,
     write_shard,
 )
+from specbench.stats import Floats
 
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "rule": "greedy", "max_new_tokens": 64}
 INFO: dict[str, Any] = {
@@ -119,6 +122,29 @@ def timing(
     )
 
 
+def paired_times(
+    generator: np.random.Generator,
+    num_prompts: int,
+    ratio: float,
+    *,
+    own: float = 0.15,
+    noise: float = 0.05,
+) -> Floats:
+    """Times of prompts of unequal lengths: [C, 4], as `speed_up` takes them.
+
+    Args:
+        ratio: the speed-up, of so many prompts that chance is none.
+        own: how much it varies by prompt, in the logarithm.
+        noise: of one pass, likewise; about what two workers on two cores show.
+    """
+    tokens = generator.lognormal(4.5, 0.5, num_prompts).round() + 1
+    moods = generator.normal(0, noise, (2, num_prompts))
+    own_ratio = ratio * np.exp(generator.normal(own**2 / 2, own, num_prompts))
+    baseline_s = 0.03 * tokens * np.exp(moods[0])
+    method_s = 0.03 * tokens / own_ratio * np.exp(moods[1])
+    return np.stack([baseline_s, tokens, method_s, tokens], axis=1)
+
+
 def failure(method: str | None, request: str, reason: str = "out of memory") -> FailureRecord:
     """A request of the workload code that failed."""
     return FailureRecord(workload="code", request=request, method=method, reason=reason)
@@ -166,6 +192,74 @@ def paired(
             timing(method, [name], (4 + i) / speed_up, workload=workload, num_forwards=2),
         ]
     return records
+
+
+def noisy_run(
+    noise_seed: int,
+    *,
+    num_prompts: int = 50,
+    names: Sequence[str] = ("code", "creative"),
+    slower: float = 1.0,
+    chance: float = 0.5,
+    draft_seed: int = 0,
+    noise: float = 0.05,
+    decoding: dict[str, Any] = GREEDY,
+    method: str = "echo",
+    **info: Any,
+) -> Run:
+    """Vanilla and a method on prompts that are the same in every such run, in two rounds.
+
+    Args:
+        noise_seed: of the times.
+        names: of the workloads.
+        slower: by how much the method's times are longer.
+        chance: that one more of three drafted tokens is accepted; 0.5 is a tau of about 1.9.
+        draft_seed: of what is accepted.
+        noise: of one pass, in the logarithm.
+    """
+    records: list[Record] = []
+    for number, workload in enumerate(names):
+        lengths = np.random.default_rng((1, number)).integers(20, 65, num_prompts)
+        own = 1.3 * np.exp(np.random.default_rng((2, number)).normal(0, 0.2, num_prompts))
+        drafts = np.random.default_rng((3, number, draft_seed))
+        times = np.random.default_rng((4, number, noise_seed))
+        moods = np.exp(times.normal(0, noise, (num_prompts, 4)))
+        for i, length in enumerate(lengths.tolist()):
+            name = f"{workload}-{i}"
+            steps = _steps(drafts, length, chance)
+            records += [
+                reference(name, workload=workload, num_tokens=length, decoding=decoding),
+                output("vanilla", name, *[(0, 0, 0, 1)] * length, workload=workload),
+                output(method, name, *steps, workload=workload),
+            ]
+            seconds = {"vanilla": 0.02 * length, method: 0.02 * length / float(own[i]) * slower}
+            for j, (one, round_) in enumerate((m, r) for m in seconds for r in (0, 1)):
+                records.append(
+                    timing(
+                        one,
+                        [name],
+                        seconds[one] * float(moods[i, j]),
+                        round=round_,
+                        workload=workload,
+                        num_tokens=length,
+                        num_forwards=length if one == "vanilla" else len(steps),
+                    )
+                )
+    about = {method: {"label": "", "extra_bytes": 0}, "vanilla": INFO["methods"]["vanilla"]}
+    asked = {name: {"kind": name, "sha256": name} for name in names}
+    return made_run(*records, **({"methods": about, "workloads": asked} | info))
+
+
+def _steps(
+    drafts: np.random.Generator, num_tokens: int, chance: float
+) -> list[tuple[int, int, int, int]]:
+    """Steps that offer three tokens each and commit so many in all."""
+    steps = []
+    while num_tokens:
+        accepted = min(int(np.argmin([*(drafts.random(3) < chance), False])), num_tokens - 1)
+        steps.append((3, 3, accepted, accepted + 1))
+        num_tokens -= accepted + 1
+    return steps
 
 
 def filed_run(folder: Path, records: Sequence[Record], **info: Any) -> Run:

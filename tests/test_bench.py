@@ -135,6 +135,21 @@ def test_the_order_of_methods_rotates_from_round_to_round(measure: Measure) -> N
     }
 
 
+def test_no_method_comes_first_on_every_prompt_of_one_round(measure: Measure) -> None:
+    records = measure(chat_prompts(3)[1:], "ngram", rounds=1, max_new_tokens=2)
+    first = {t.requests[0]: t.method for t in timings(records) if t.order == 0}
+    assert first == {"p1": "vanilla", "p2": "ngram"}
+
+
+def test_an_output_whose_drafts_were_drawn_says_how_surprising_it_is(measure: Measure) -> None:
+    """And no other output does."""
+    records = measure(chat_prompts(3), "draft_model", "ngram", temperature=1.0)
+    found = [r for r in records if isinstance(r, RequestRecord)]
+    assert {r.method for r in found if r.surprise} == {"draft_model"}
+    assert {r.lossless for r in found if r.surprise} == {"law"}
+    assert all(r.surprise.expected_nats > 0 for r in found if r.surprise)
+
+
 def test_a_later_turn_sees_the_answer_of_the_reference(target: Path, tmp_path: Path) -> None:
     """And both turns of the user around it."""
     path = write_prompts(tmp_path / "two.jsonl", [{"id": "p0", "turns": ["first", "second"]}])

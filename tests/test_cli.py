@@ -48,6 +48,18 @@ COMMANDS = {
         "--no-ray",
     },
     "report": {"folders", "--format"},
+    "check": {
+        "baseline",
+        "run",
+        "--method",
+        "--margin",
+        "--allow",
+        "--hard",
+        "--markdown",
+        "--junit",
+    },
+    "baseline": {"run", "--name"},
+    "explain": {"folder", "--prompt", "--method"},
     "train": {
         "method",
         "--target",
@@ -295,7 +307,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ("words", "message"),
     [
         ("", "the following arguments are required: command; `specbench --help`"),
-        ("measure", "invalid choice: measure (choose from run, report, train, methods, workloads)"),
+        (
+            "measure",
+            "invalid choice: measure (choose from run, report, check, baseline, explain, train, "
+            "methods, workloads)",
+        ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),
         ("report gone", "gone holds no run: there is no run.json in it"),
@@ -351,6 +367,27 @@ def test_resuming_a_complete_run_prints_its_report(
     assert specbench("run", "--resume", tmp_path / "run") == 1
     shown = capsys.readouterr()
     assert "breaks" in shown.out and shown.err == "specbench: nothing is left to do\n"
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_records(
+    specbench: Run, folder: Path, tmp_path: Path
+) -> None:
+    """By SIGKILL, which leaves no time to put anything in order."""
+    slow = ["--methods", "slow", "--set", "slow.seconds=0.05", "--prompts", "5"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "specbench.cli", *small_run(tmp_path / "run", *slow)],
+        cwd=folder,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        wait_for_shards(tmp_path / "run", 1)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    kept = inodes(tmp_path / "run", read_info(tmp_path / "run")["shards"])
+    assert specbench("report", tmp_path / "run") == 0
+    assert specbench("run", "--resume", tmp_path / "run", "--no-ray") == 0
+    finished = read_run(tmp_path / "run")
+    assert kept.items() <= inodes(tmp_path / "run", finished.info["shards"]).items()
+    assert (len(finished.references), finished.missing_shards) == (7, [])
 
 
 def test_methods_are_listed_with_their_knobs(

@@ -11,7 +11,7 @@ from torch import nn
 
 from specbench.conformance.decoding import GREEDY, make_request, reference
 from specbench.conformance.models import ASCII_VOCAB, looping_model, looping_target
-from specbench.lossless import Comparison, choice_gap, compare, mean_entropy, score
+from specbench.lossless import Comparison, choice_gap, compare, mean_entropy, score, surprise
 from specbench.records import Divergence
 from specbench.sampling import Sampling, gumbel, position_key, warp
 from specbench.target import Target
@@ -79,6 +79,9 @@ def test_another_token_is_broken_with_the_gap_that_the_reference_had(position: i
     assert gap > 0.01
     assert found.verdict == "broken" and found.divergence is not None
     assert found.divergence.gap == pytest.approx(gap, abs=1e-4)
+    logits = (found.divergence.expected_logit, found.divergence.found_logit)
+    both_V = logits_V[[output[position], token]]
+    assert logits == pytest.approx(both_V.tolist(), abs=1e-4)
     assert (found.divergence.position, found.divergence.found) == (position, token)
     assert found.divergence.expected == output[position]
 
@@ -241,3 +244,34 @@ def test_a_token_outside_the_nucleus_is_broken_without_a_gap() -> None:
     assert found.verdict == "broken" and found.divergence is not None
     assert (found.divergence.position, found.divergence.found) == (2, least)
     assert found.divergence.gap is None and found.divergence.tolerance is not None
+
+
+# The law.
+
+
+def excess(sampling: Sampling, judged: Sampling) -> float:
+    """How many standard deviations outputs that were sampled are more surprising than they should
+    be."""
+    total = [0.0, 0.0]
+    for i in range(12):
+        request = make_request((5, 40, 12, 77), 20, name=str(i))
+        found = surprise(target(), request, judged, reference(target(), request, sampling))
+        if found is None:
+            return math.inf
+        total = [total[0] + found.nats - found.expected_nats, total[1] + found.variance]
+    return total[0] / math.sqrt(total[1])
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(temperature=1.5)], ids=str)
+def test_outputs_of_the_target_are_as_surprising_as_it_expects(sampling: Sampling) -> None:
+    assert abs(excess(sampling, sampling)) < 3
+
+
+def test_outputs_of_another_temperature_are_not() -> None:
+    warm, hot = Sampling(temperature=1.0), Sampling(temperature=2.0)
+    assert excess(hot, warm) > 4
+    assert excess(warm, hot) < -4
+
+
+def test_a_token_that_the_target_would_never_choose_has_no_surprise() -> None:
+    assert excess(Sampling(temperature=1.5), SAMPLED) == math.inf

@@ -77,6 +77,47 @@ def test_a_damaged_shard_is_measured_again_and_named(
     assert f"measured again: {path}" in capsys.readouterr().err
 
 
+def _edit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"finish": "length"', '"finish": "eos"', 1))
+
+
+def _age(path: Path) -> None:
+    path.write_text(path.read_text().replace(f'"schema": {SCHEMA_VERSION}', '"schema": 2', 1))
+
+
+def _take_from_another_run(path: Path) -> None:
+    header, body = path.read_text().split("\n", 1)
+    path.write_text(json.dumps(json.loads(header) | {"run": "another"}) + "\n" + body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_edit, "has been edited"),
+        (_age, "has schema version 2"),
+        (_take_from_another_run, "belongs to another run"),
+    ],
+)
+def test_whatever_is_wrong_with_a_shard_it_alone_is_measured_again(
+    folder: Path, damage: Any, reason: str
+) -> None:
+    shards: Sequence[str] = read_info(folder)["shards"]
+    damage(shard_path(folder, shards[1]))
+    with pytest.raises(ValueError, match=reason):
+        read_run(folder)
+    todo = plan.resume(folder)
+    assert [shard.id for shard in todo.pending] == [shards[1]]
+    (note,) = todo.notes
+    assert note.startswith("measured again: ") and reason in note
+
+
+def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(folder: Path) -> None:
+    part = folder / "shards" / ".chat.jsonl-00000.jsonl.unfinished-abc"
+    part.write_text("half")
+    with plan.resume(folder).alone():
+        assert not part.exists()
+
+
 def test_a_complete_run_is_resumed_without_its_target(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +189,15 @@ def test_a_run_on_something_else_is_not_gone_on_with(folder: Path, change: Any, 
         run(plan.resume(folder), use_ray=False)
     assert (folder / "run.json").read_text() == text
     assert len(inodes(folder, info["shards"])) == 2
+
+
+def test_a_run_whose_description_was_edited_is_not_gone_on_with(folder: Path) -> None:
+    """Though what was edited does not bear on the numbers."""
+    path = folder / "run.json"
+    shard_path(folder, read_info(folder)["shards"][0]).unlink()
+    path.write_text(path.read_text().replace('"load_average": ', '"load_average": 1'))
+    with pytest.raises(ValueError, match=r"run\.json has been edited; start a new run"):
+        run(plan.resume(folder), use_ray=False)
 
 
 def test_without_ray_a_run_has_the_threads_of_one_of_rays_workers(

@@ -3,12 +3,17 @@
 import dataclasses
 import json
 import math
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specbench.files import remove_unfinished, write_atomically
 from specbench.records import (
     Divergence,
     Record,
@@ -16,7 +21,6 @@ from specbench.records import (
     read_run,
     read_shard,
     shard_path,
-    write_atomically,
     write_run,
     write_shard,
 )
@@ -108,7 +112,7 @@ def test_an_empty_file_is_refused(folder: Path) -> None:
     [
         ({"num_records": 4}, "holds 5 records, its header says 4"),
         ({"shard": "math-0"}, "holds shard 'math-0'"),
-        ({"schema": 99}, "has schema version 99; this version of specbench reads 2"),
+        ({"schema": 99}, "has schema version 99; this version of specbench reads 3"),
     ],
 )
 def test_an_edited_header_is_refused(folder: Path, header: dict[str, Any], message: str) -> None:
@@ -145,6 +149,85 @@ def test_a_broken_record_is_refused_with_its_line(
         ValueError, match=f"code-0.jsonl holds a broken record in line 3: .*{message}"
     ):
         read_run(folder)
+
+
+def test_a_number_that_was_edited_by_hand_is_noticed(folder: Path) -> None:
+    """Though it could be true."""
+    edit(shard_path(folder, "code-0"), lambda lines: lines[3].update(decode_s=0.75))
+    with pytest.raises(ValueError, match=r"code-0\.jsonl has been edited: its sha256 is not"):
+        read_run(folder)
+
+
+def test_a_record_that_was_written_twice_is_noticed(folder: Path) -> None:
+    for record in RECORDS[:3]:
+        write_shard(folder, "code-0", [*RECORDS, record])
+        with pytest.raises(ValueError, match="record of code, a twice"):
+            read_run(folder)
+
+
+def test_a_file_that_was_copied_under_another_name_is_refused(folder: Path) -> None:
+    shutil.copy(shard_path(folder, "code-0"), shard_path(folder, "code-1"))
+    with pytest.raises(ValueError, match=r"code-1\.jsonl holds shard 'code-0'; a shard's"):
+        read_run(folder)
+
+
+def test_a_shard_that_holds_what_another_one_holds_is_refused(folder: Path) -> None:
+    write_shard(folder, "code-1", RECORDS)
+    with pytest.raises(ValueError, match="holds the target's reference record of code, a twice"):
+        read_run(folder)
+
+
+def test_a_file_of_another_run_is_refused(folder: Path, tmp_path_factory: Any) -> None:
+    other = tmp_path_factory.mktemp("other")
+    write_run(other, INFO | {"shards": ["code-0", "code-1"]})
+    write_shard(other, "code-0", RECORDS)
+    shutil.copy(shard_path(other, "code-0"), shard_path(folder, "code-0"))
+    with pytest.raises(ValueError, match=r"code-0\.jsonl belongs to another run"):
+        read_run(folder)
+
+
+def test_a_file_that_the_run_does_not_list_is_left_out_and_named(folder: Path) -> None:
+    shutil.copy(shard_path(folder, "code-0"), folder / "shards" / "code-0 (copy).jsonl")
+    write_shard(folder, "code-2", RECORDS)
+    run = read_run(folder)
+    assert run.stray_files == ["code-0 (copy).jsonl", "code-2.jsonl"]
+    assert len(run.references) == 1
+
+
+def test_a_write_that_is_killed_leaves_the_old_file_and_a_part_to_be_removed(
+    folder: Path,
+) -> None:
+    path = shard_path(folder, "code-0")
+    script = (
+        "import os, signal, sys; from pathlib import Path; from specbench import files\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.write_atomically(Path(sys.argv[1]), 'half')"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert read_shard(path) == RECORDS
+    assert read_run(folder).stray_files == []
+    assert len(list(path.parent.iterdir())) == 2
+    remove_unfinished(path.parent)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_write_leaves_the_old_file(folder: Path) -> None:
+    """As a limit on the size of files makes it."""
+    path = shard_path(folder, "code-0")
+    script = (
+        "import resource, signal, sys; from pathlib import Path; from specbench import files\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: files.write_atomically(Path(sys.argv[1]), 'x' * 9999)\n"
+        "except OSError as error: print(error.strerror)"
+    )
+    full = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert full.stdout == "File too large\n"
+    assert read_shard(path) == RECORDS
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_record_without_a_field_is_refused(folder: Path) -> None:
@@ -208,6 +291,17 @@ def test_a_run_of_another_schema_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, {"schema": 0, "shards": []})
     with pytest.raises(ValueError, match="has schema version 0"):
         read_info(tmp_path)
+
+
+def test_a_run_that_lists_a_shard_twice_or_has_no_id_is_refused(folder: Path) -> None:
+    info = json.loads((folder / "run.json").read_text())
+    for change, message in (
+        ({"shards": ["code-0"] * 2}, "lists a shard twice"),
+        ({"id": 0}, "no id"),
+    ):
+        (folder / "run.json").write_text(json.dumps(info | change))
+        with pytest.raises(ValueError, match=message):
+            read_info(folder)
 
 
 def test_a_run_that_lists_no_shards_is_refused(tmp_path: Path) -> None:

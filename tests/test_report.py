@@ -5,14 +5,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from specbench.metrics import DEFINITIONS
-from specbench.records import Divergence, Record, Run
+from specbench.definitions import DEFINITIONS
+from specbench.records import Divergence, Record, Run, Surprise, TimingRecord, read_run
 from specbench.report import FORMATS, main_leaderboard, print_report, render, render_leaderboard
 from specbench.tables import NO_BREAK
 from tests.made_runs import (
@@ -151,6 +152,32 @@ def test_losslessness_is_said_in_words(verdicts: list[str], shown: str) -> None:
     assert row(render([made_run(*records)], "md"), "echo (copies)")[6] == shown
 
 
+def surprising(nats: float) -> Run:
+    """A run whose drawn outputs were so surprising where 40 nats were expected, give or take 4."""
+    drawn = Surprise(nats=nats / 4, expected_nats=10.0, variance=4.0)
+    return made_run(
+        *(
+            replace(output("echo", f"{i}", (1, 1, 1, 2), lossless="law"), surprise=drawn)
+            for i in range(4)
+        )
+    )
+
+
+def test_outputs_in_law_come_with_the_p_value_of_their_test() -> None:
+    text = render([surprising(nats=44)], "md").replace(NO_BREAK, " ")
+    assert row(text, "echo (copies)")[6] == "in law (p 0.32)"
+    assert "NOT in law:" not in text
+
+
+@pytest.mark.parametrize("nats", [20, 60])
+def test_outputs_that_are_not_the_targets_are_marked(nats: float) -> None:
+    text = render([surprising(nats)], "md").replace(NO_BREAK, " ")
+    assert row(text, "echo (copies)")[6] == "NOT in law (p 5.7e-07)"
+    assert "- NOT in law: echo on code, its tokens are not as surprising" in text
+    assert row(text, "echo NOT IN LAW")
+    assert "| - | echo (copies) |" in render_leaderboard([surprising(nats)])
+
+
 def test_lossy_and_broken_methods_are_marked_in_every_table() -> None:
     text = render([made_run(*paired("echo", 2, lossless="lossy"))], "md")
     assert row(text, "echo LOSSY", 0)[1] == row(text, "echo LOSSY", 1)[2].replace("1.00", "2.00")
@@ -217,6 +244,19 @@ def test_a_broken_output_is_located() -> None:
     ) in render([run], "md")
 
 
+def test_ties_come_with_their_largest_gap() -> None:
+    ties = [
+        Divergence(position=1, expected=5, found=9, gap=gap, tolerance=0.5) for gap in (0.125, 0.25)
+    ]
+    run = made_run(
+        output("echo", "a", (0, 0, 0, 1), lossless="tie", divergence=ties[0]),
+        output("echo", "b", (0, 0, 0, 1), lossless="tie", divergence=ties[1]),
+        output("echo", "c", (0, 0, 0, 1)),
+    )
+    shown = row(render([run], "md"), "echo (copies)")[6]
+    assert shown.replace(NO_BREAK, " ") == "1 exact, 2 ties (logit gap up to 0.25)"
+
+
 def test_doubtful_circumstances_are_shown() -> None:
     provenance = {**INFO["provenance"], "dirty": True, "load_average": 2.5, "cores": 2}
     text = render([made_run(provenance=provenance)], "md")
@@ -224,6 +264,67 @@ def test_doubtful_circumstances_are_shown() -> None:
     assert "made: the code had changes that its commit does not hold" in text
     assert "busy" not in render([made_run()], "md")
     assert "had changes" not in render([made_run()], "md")
+
+
+def test_files_that_are_no_part_of_the_run_are_named(tmp_path: Path) -> None:
+    filed_run(tmp_path / "run", paired("echo", 2))
+    (tmp_path / "run" / "shards" / "code-0 (copy).jsonl").write_text("")
+    text = render([read_run(tmp_path / "run")], "md")
+    assert "run holds files that the run does not list, they are left out: code-0 (copy)" in text
+
+
+def test_an_edited_description_of_a_run_is_named(tmp_path: Path) -> None:
+    filed_run(tmp_path / "run", paired("echo", 2))
+    path = tmp_path / "run" / "run.json"
+    assert "has been edited" not in render([read_run(path.parent)], "md")
+    path.write_text(path.read_text().replace("Made-up CPU", "Better CPU"))
+    assert "- run: run.json has been edited; what" in render([read_run(path.parent)], "md")
+
+
+def test_a_machine_that_is_half_busy_is_named() -> None:
+    provenance = {**INFO["provenance"], "load_average": 1.0, "cores": 2}
+    assert "busy at the start (load average 1.0 on 2 cores)" in render(
+        [made_run(provenance=provenance)], "md"
+    )
+
+
+def rounds(*speed_ups: float) -> list[Record]:
+    """Six prompts in so many rounds, each with a speed-up of its own."""
+    outputs = [r for r in paired("echo", 1) if not isinstance(r, TimingRecord)]
+    timings = [
+        replace(record, round=round_)
+        for round_, value in enumerate(speed_ups)
+        for record in paired("echo", value)
+        if isinstance(record, TimingRecord)
+    ]
+    return [*outputs, *timings]
+
+
+def test_rounds_that_differ_by_more_than_the_interval_are_named() -> None:
+    text = render([made_run(*rounds(1.0, 1.5))], "md")
+    assert "- noisy: echo on code, its rounds range from 1.00x to 1.50x, further" in text
+    assert "noisy" not in render([made_run(*rounds(1.5, 1.5))], "md")
+
+
+def test_too_few_prompts_are_named() -> None:
+    text = render([made_run(*paired("echo", 2, num_prompts=4))], "md")
+    assert "- too few prompts: echo on code; a verdict takes 5 that were timed" in text
+
+
+def test_an_open_verdict_says_what_it_could_have_seen() -> None:
+    records = [*paired("echo", 1.0), *paired("other", 1.5, workload="creative")]
+    slow = [i for i, r in enumerate(records) if isinstance(r, TimingRecord) and r.method == "echo"]
+    for i in slow[::2]:
+        record = records[i]
+        assert isinstance(record, TimingRecord)
+        records[i] = replace(record, decode_s=record.decode_s * 1.2)
+    run = made_run(*records)
+    (code,) = (w for w in values([run]) if w["workload"] == "code")
+    speed = code["methods"][1]["speed_up"]
+    assert (speed["verdict"], speed["num_judged"]) == ("inconclusive", 2)
+    assert speed["simultaneous"]["low"] < speed["low"] < speed["high"]
+    shown = row(render([run], "md"), "echo (copies)")[3].replace(NO_BREAK, " ")
+    assert shown.endswith(f"inconclusive, blind below {100 * speed['smallest_visible']:.0f} %")
 
 
 def test_the_provenance_says_on_what_and_how_it_was_measured() -> None:
