@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        0 done or passed, 1 done with failed prompts or cases or a failed check, 2 bad usage or input,
+        0 done or passed, 1 done with failed prompts, cases or checks, 2 bad usage or input,
         3 a check that is inconclusive, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
