@@ -40,9 +40,16 @@ def small(command: list[str], target: Path) -> list[str]:
 def test_its_commands_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The example of a method is in its place, and is checked and measured like the others."""
     target = save_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    (code,) = blocks("python")
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "copycat.py").write_text(code)
+    monkeypatch.setattr(
+        specbench_methods, "__path__", [*specbench_methods.__path__, str(tmp_path / "methods")]
+    )
     commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
     assert len(commands) >= 7
     for program, *command in commands:
@@ -59,26 +66,6 @@ def test_its_make_targets_exist() -> None:
             ["make", "--dry-run", name], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-
-
-def test_its_example_method_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks("python")
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "repeat.py").write_text(code)
-    monkeypatch.setattr(
-        specbench_methods, "__path__", [*specbench_methods.__path__, str(tmp_path / "methods")]
-    )
-    command = [
-        "run",
-        "--methods",
-        "repeat",
-        "--workloads",
-        "humaneval",
-        "--out",
-        str(tmp_path / "r"),
-    ]
-    target = save_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
-    assert cli.main(small(command, target)) == cli.EXIT_DONE
 
 
 def test_it_never_tells_to_install_the_unrelated_package_of_that_name() -> None:
