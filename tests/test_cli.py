@@ -310,7 +310,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (
             "measure",
             "invalid choice: measure (choose from run, report, check, baseline, explain, train, "
-            "methods, workloads)",
+            "conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),
