@@ -88,7 +88,7 @@ class Made(Subject):
         """The method for a target."""
         knobs = dict(self.knobs)
         named = knobs.get(self.method.weights_knob, "")
-        if named and named != MADE and self.name in _WEIGHTS:
+        if named not in ("", MADE) and self.name in _WEIGHTS and not Path(named).exists():
             knobs[self.method.weights_knob] = _WEIGHTS[self.name](target, named)
         return Subject(self.name, self.method, tuple(knobs.items())).make(target, trained_on)
 

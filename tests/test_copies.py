@@ -25,7 +25,7 @@ TOKENS = list(range(3, 15))
 def test_a_copy_with_all_layers_has_the_targets_logits(pack: bool) -> None:
     target = tiny_target(pack=pack)
     copied = layers_copy(target, target.num_layers)
-    assert torch.allclose(logits(copied, [TOKENS]), logits(target, [TOKENS]), atol=1e-5)
+    assert torch.allclose(logits(copied, [TOKENS]), logits(target, [TOKENS]), atol=1e-4)
 
 
 def test_a_copy_with_some_layers_is_the_target_without_the_others() -> None:
