@@ -35,7 +35,8 @@ class DraftModelConfig(BranchingConfig):
         layers: how many layers a copy keeps; 0 for a quarter of them.
     """
 
-    depth: int = 3
+    depth: int = 2
+    branching: tuple[int, ...] = (3,)
     model: str = ""
     layers: int = 0
 

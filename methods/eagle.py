@@ -59,7 +59,8 @@ class EagleConfig(BranchingConfig):
             sampling, for a chain or a tree by ``branching``.
     """
 
-    max_nodes: int = 8
+    depth: int = 3
+    max_nodes: int = 6
     weights: str = ""
     tree: str = "dynamic"
     top_k: int = 8

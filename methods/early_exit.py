@@ -55,7 +55,8 @@ class EarlyExitConfig(BranchingConfig):
             probability than this (Kangaroo's double early exit).
     """
 
-    depth: int = 2
+    depth: int = 1
+    branching: tuple[int, ...] = (4,)
     weights: str = ""
     exit_layer: int = 0
     skip: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class MedusaConfig(MethodConfig):
     """
 
     depth: int = 4
-    max_nodes: int = 8
+    max_nodes: int = 6
     weights: str = ""
     tree: str = ""
     typical: bool = False

@@ -26,7 +26,7 @@ SAMPLINGS = [
     Sampling(temperature=0.8, top_p=0.9, rule="coupled"),
     Sampling(temperature=0.8, top_p=0.9),
 ]
-COPY = Setting("draft_model", (("model", "layers"), ("layers", "4")))
+COPY = Setting("draft_model", (("model", "layers"), ("layers", "4"), ("branching", "")))
 
 
 @cache

@@ -29,10 +29,11 @@ def target() -> Target:
 
 
 def make_early_exit(model: Target, **knobs: str) -> Method:
+    """A chain, unless the knobs say otherwise."""
     if knobs.get("weights") == "MADE":
         knobs["weights"] = str(make_weights(model, "early_exit"))
     cls = registry.load_method("early_exit")
-    return cls(model, registry.make_config("early_exit", cls, knobs))
+    return cls(model, registry.make_config("early_exit", cls, {"branching": ""} | knobs))
 
 
 def idle_model(layers: Iterable[int], **settings: Any) -> PreTrainedModel:
