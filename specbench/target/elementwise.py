@@ -126,9 +126,7 @@ def _norm(dtype: torch.dtype) -> Callable[..., None]:
     code.line(f"%sum = phi {F32} [zeroinitializer, %row], [%sum.next, %square]")
     value = numbers.load(numbers.at(x, "%i"))
     code.line(f"%sum.next = call {F32} @llvm.fma.v16f32({F32} {value}, {F32} {value}, {F32} %sum)")
-    code.line(f"%i.next = add i64 %i, {LANES}")
-    code.line("%i.more = icmp slt i64 %i.next, %width")
-    code.line("br i1 %i.more, label %square, label %scale")
+    code.again("i", LANES, "%width", "square", "scale")
 
     code.label("scale")
     total = code.value(
@@ -145,9 +143,7 @@ def _norm(dtype: torch.dtype) -> Callable[..., None]:
     value = numbers.rounded(code.value(f"fmul {F32} {value}, {scale}"))
     weight = numbers.load(numbers.at("%weight", "%j"))
     numbers.store(code.value(f"fmul {F32} {weight}, {value}"), numbers.at(out, "%j"))
-    code.line(f"%j.next = add i64 %j, {LANES}")
-    code.line("%j.more = icmp slt i64 %j.next, %width")
-    code.line("br i1 %j.more, label %write, label %row.done")
+    code.again("j", LANES, "%width", "write", "row.done")
     code.label("row.done")
     _next_row(code)
     declared = f"""
@@ -189,9 +185,7 @@ def _gate(dtype: torch.dtype) -> Callable[..., None]:
     silu = code.value(f"fdiv {F32} {code.value(f'fmul {F32} {x}, {share}')}, {whole}")
     value = numbers.load(numbers.at(up, "%i"))
     numbers.store(code.value(f"fmul {F32} {numbers.rounded(silu)}, {value}"), numbers.at(out, "%i"))
-    code.line(f"%i.next = add i64 %i, {LANES}")
-    code.line("%i.more = icmp slt i64 %i.next, %width")
-    code.line("br i1 %i.more, label %write, label %row.done")
+    code.again("i", LANES, "%width", "write", "row.done")
     code.label("row.done")
     _next_row(code)
     declared = f"declare {F32} @llvm.fabs.v16f32({F32})\n"
@@ -235,13 +229,9 @@ def _rotate(dtype: torch.dtype) -> Callable[..., None]:
     )
     for value, place in zip(turned, places, strict=True):
         numbers.store(value, place)
-    code.line(f"%i.next = add i64 %i, {LANES}")
-    code.line(f"%i.more = icmp slt i64 %i.next, {half}")
-    code.line("br i1 %i.more, label %turn, label %head.done")
+    code.again("i", LANES, half, "turn", "head.done")
     code.label("head.done")
-    code.line("%h.next = add i64 %h, 1")
-    code.line("%h.more = icmp slt i64 %h.next, %heads")
-    code.line("br i1 %h.more, label %head, label %row.done")
+    code.again("h", 1, "%heads", "head", "row.done")
     code.label("row.done")
     _next_row(code)
     signature = (
@@ -252,8 +242,6 @@ def _rotate(dtype: torch.dtype) -> Callable[..., None]:
 
 
 def _next_row(code: Code) -> None:
-    code.line("%r.next = add i64 %r, 1")
-    code.line("%r.more = icmp slt i64 %r.next, %rows")
-    code.line("br i1 %r.more, label %row, label %done")
+    code.again("r", 1, "%rows", "row", "done")
     code.label("done")
     code.line("ret void")

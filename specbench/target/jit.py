@@ -132,6 +132,12 @@ class Code:
         tiny = self.value(f"fcmp olt {F32} {x}, {self.constant(_LEAST_EXPONENT)}")
         return self.value(f"select <16 x i1> {tiny}, {F32} zeroinitializer, {F32} {result}")
 
+    def again(self, index: str, step: int, bound: str, block: str, done: str) -> None:
+        """The end of a block that repeats while ``%index`` + step is below a bound."""
+        self.line(f"%{index}.next = add i64 %{index}, {step}")
+        self.line(f"%{index}.more = icmp slt i64 %{index}.next, {bound}")
+        self.line(f"br i1 %{index}.more, label %{block}, label %{done}")
+
     def function(self, head: str) -> str:
         """The whole function, ``define ... {head} {{ ... }}``."""
         return "\n".join([f"define {head} {{", *self.lines, "}"])

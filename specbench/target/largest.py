@@ -87,9 +87,7 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     )
     code.store("float", _reduced(code, high), code.at("%blocks", code.value("mul i64 %b, 4")))
     code.line(f"%best.next = {_larger(code, high, '%best')}")
-    code.line("%b.next = add i64 %b, 1")
-    code.line(f"%b.more = icmp ult i64 %b.next, {num_blocks}")
-    code.line("br i1 %b.more, label %block, label %maximum")
+    code.again("b", 1, num_blocks, "block", "maximum")
 
     code.label("maximum")
     maximum = _reduced(code, "%best.next")
@@ -100,9 +98,7 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     code.line(f"%mass = phi {F32} [zeroinitializer, %maximum], [%mass.next, %sum]")
     apart = code.value(f"fsub {F32} {numbers.load(numbers.at(x, '%i'))}, {spread}")
     code.line(f"%mass.next = fadd {F32} %mass, {code.exp(apart)}")
-    code.line(f"%i.next = add i64 %i, {LANES}")
-    code.line("%i.more = icmp ult i64 %i.next, %width")
-    code.line("br i1 %i.more, label %sum, label %summed")
+    code.again("i", LANES, "%width", "sum", "summed")
     code.label("summed")
     sums = code.at("%sums", code.value("mul i64 %r, 8"))
     code.store("float", maximum, sums)
@@ -127,9 +123,7 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     above = code.value(f"fcmp ogt {F32} {found}, %high")
     code.line(f"%high.next = select <16 x i1> {above}, {F32} {found}, {F32} %high")
     code.line(f"%where.next = select <16 x i1> {above}, {I32} {index}, {I32} %where")
-    code.line(f"%s.next = add i64 %s, {LANES}")
-    code.line(f"%s.more = icmp ult i64 %s.next, {num_blocks}")
-    code.line("br i1 %s.more, label %search, label %picked")
+    code.again("s", LANES, num_blocks, "search", "picked")
 
     code.label("picked")
     block = _first(code, "%high.next", "%where.next")
@@ -159,13 +153,9 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
         _reduced(code, _maximum(code, left)),
         code.at("%blocks", code.value(f"mul i64 {block}, 4")),
     )
-    code.line("%p.next = add i64 %p, 1")
-    code.line("%p.more = icmp ult i64 %p.next, %picks")
-    code.line("br i1 %p.more, label %pick, label %row.done")
+    code.again("p", 1, "%picks", "pick", "row.done")
     code.label("row.done")
-    code.line("%r.next = add i64 %r, 1")
-    code.line("%r.more = icmp ult i64 %r.next, %rows")
-    code.line("br i1 %r.more, label %row, label %done")
+    code.again("r", 1, "%rows", "row", "done")
     code.label("done")
     code.line("ret void")
     declared = f"""
