@@ -64,6 +64,7 @@ class DraftModel(Method):
         loaded = _load_drafter(target, self.model, config.layers)
         self.drafter, self.vocabulary = loaded.model, loaded.vocabulary
         check_vocabulary(self.drafter, target)
+        self.fingerprint = self.drafter.fingerprint
         self.cache = self.drafter.new_cache(1)
         self.num_run: list[int] = []
         """By row, the nodes of this step's tree that the drafter ran."""
@@ -175,7 +176,6 @@ class DraftModel(Method):
         """The settings, and which drafter they come to."""
         return super().describe() | {
             "num_parameters": self.drafter.num_parameters,
-            "fingerprint": self.drafter.fingerprint,
         }
 
 

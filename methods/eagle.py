@@ -29,7 +29,7 @@ from specbench.learned.layers import open_nodes
 from specbench.learned.shipped import missing, weights_for
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Verdict, pad_rows
 from specbench.ranks import RankTree
-from specbench.target import KVCache, Target
+from specbench.target import KVCache, Target, fingerprint
 from specbench.training.eagle import EagleRecipe
 from specbench.tree import Tree
 
@@ -98,8 +98,8 @@ class Eagle(Method):
 
     def __init__(self, target: Target, config: EagleConfig) -> None:
         super().__init__(target, config)
-        self.weights = weights_for("eagle", config.weights, target.name)
-        self.head = load_eagle(self.weights, target)
+        self.head = load_eagle(weights_for("eagle", config.weights, target.name), target)
+        self.fingerprint = fingerprint(self.head)
         self.num_parameters = self.head.num_parameters
         self.head.for_inference()
         self.taps = tuple(dict.fromkeys(self.head.shape.taps))
@@ -134,7 +134,6 @@ class Eagle(Method):
     def describe(self) -> dict[str, Any]:
         """The settings, and what the head reads."""
         return super().describe() | {
-            "weights": self.weights,
             "taps": self.head.shape.taps,
             "num_draft_tokens": self.head.num_draft_tokens,
             "num_parameters": self.num_parameters,

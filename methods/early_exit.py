@@ -19,8 +19,7 @@ from specbench.drafting import BranchingConfig, draft_tree
 from specbench.learned.exit_adapter import ExitDrafter, load_exit_adapter
 from specbench.learned.shipped import shipped_weights
 from specbench.method import Batch, Budget, Method, Proposal, Row, Verdict, pad_rows
-from specbench.target import Forward, Resume, Target
-from specbench.target.model import fingerprint
+from specbench.target import Forward, Resume, Target, fingerprint
 from specbench.training.exit_adapter import ExitAdapterRecipe
 from specbench.tree import Tree
 
@@ -87,7 +86,6 @@ class EarlyExit(Method):
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         super().__init__(target, config)
         self.exit: ExitDrafter | None = None
-        self.fingerprint = ""
         if weights := _weights(target, config):
             adapter = load_exit_adapter(weights, target, config.exit_layer)
             self.fingerprint = fingerprint(adapter)
@@ -152,7 +150,6 @@ class EarlyExit(Method):
         """The settings, which layers are passed by, and which weights draft."""
         return super().describe() | {
             "layers_passed_by": sorted(self.skip),
-            "fingerprint": self.fingerprint,
         }
 
 

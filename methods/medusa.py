@@ -17,7 +17,7 @@ from specbench.learned.medusa import load_heads
 from specbench.learned.shipped import missing, weights_for
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Row, Typical, Verdict
 from specbench.ranks import RankTree
-from specbench.target import FINAL, Target, packing
+from specbench.target import FINAL, Target, fingerprint, packing
 from specbench.training.medusa import MedusaRecipe
 
 
@@ -61,8 +61,9 @@ class Medusa(Method):
 
     def __init__(self, target: Target, config: MedusaConfig) -> None:
         super().__init__(target, config)
-        self.weights = weights_for("medusa", config.weights, target.name)
-        self.heads, self.tree = load_heads(self.weights, target)
+        weights = weights_for("medusa", config.weights, target.name)
+        self.heads, self.tree = load_heads(weights, target)
+        self.fingerprint = fingerprint(self.heads)
         if config.tree:
             self.tree = RankTree.parse(config.tree)
             _check_tree(self.tree, self.heads.num_heads, self._vocab_size)
@@ -150,7 +151,6 @@ class Medusa(Method):
     def describe(self) -> dict[str, Any]:
         """The settings, and what drafts."""
         return super().describe() | {
-            "weights": self.weights,
             "num_heads": self.heads.num_heads,
             "draft_vocab_size": self._vocab_size,
             "tree_paths": [list(path) for path in self.tree.paths[: self.config.max_nodes]],

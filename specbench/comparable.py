@@ -4,7 +4,7 @@ user may allow one by one."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specbench.merge import flat
+from specbench.merge import effective, flat
 from specbench.messages import suggest
 from specbench.metrics import request_names
 from specbench.records import BASELINE, Run
@@ -79,7 +79,7 @@ def _fingerprint(run: Run, other: Run, methods: Sequence[str]) -> dict[str, Any]
         known |= flat(about.get("decoding", {}), f"decoding.{name}")
     for name, about in _shared(info["methods"], other.info["methods"]):
         if name in methods and name != BASELINE:
-            kept = {key: value for key, value in about.items() if key not in _CODE}
+            kept = {key: value for key, value in effective(about).items() if key not in _CODE}
             known |= flat(kept, f"methods.{name}")
     return known
 

@@ -14,6 +14,8 @@ _ASKED = ("methods", "workloads", "prompts", "num_prompts", "rounds")
 """Settings that say what to measure and how often, not how."""
 _RESOLVED = ("target", "dtype", "workers", "depth", "knobs")
 """Settings whose effect stands in the target, the provenance or the methods."""
+_PLACES = ("weights", "model", "label")
+"""In a method's description: where its weights lie, and words made of it."""
 _MEASURED_ON = (
     "code_version",
     "commit",
@@ -80,8 +82,8 @@ def differences(one: Run, other: Run) -> list[str]:
         mine, its = one.info.get(part, {}), other.info.get(part, {})
         # The baseline drafts nothing, so its knobs change nothing.
         for name in (mine.keys() & its.keys()) - {BASELINE}:
-            ours |= flat(_without(mine[name], _ASKED), f"{part}.{name}")
-            theirs |= flat(_without(its[name], _ASKED), f"{part}.{name}")
+            ours |= flat(_without(effective(mine[name]), _ASKED), f"{part}.{name}")
+            theirs |= flat(_without(effective(its[name]), _ASKED), f"{part}.{name}")
     return [
         f"{key} is {_show(theirs.get(key))} instead of {_show(ours.get(key))}"
         for key in sorted(ours.keys() | theirs.keys())
@@ -98,6 +100,12 @@ def fingerprint(info: Mapping[str, Any]) -> dict[str, Any]:
         **flat({key: provenance.get(key) for key in _MEASURED_ON}, "provenance"),
         "batch_size": info.get("batch_size"),
     }
+
+
+def effective(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts of a method's (or workload's) description: weights of a known fingerprint are the
+    same wherever they lie."""
+    return _without(described, _PLACES if described.get("fingerprint") else ())
 
 
 def _without(mapping: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

@@ -262,6 +262,9 @@ class Method(ABC):
     taps: tuple[int, ...] = ()
     typical: Typical | None = None
     """Set by a method that asks for typical acceptance; its rows are then marked lossy."""
+    fingerprint: str = ""
+    """Of the weights that it drafts with, wherever they lie (`specbench.target.fingerprint`); set
+    by a method that has some."""
     drawer: Drawer
     """Draws draft tokens from the method's logits; set by the loop, which knows the sampling."""
 
@@ -309,4 +312,9 @@ class Method(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The effective settings, for the provenance."""
-        return {"label": self.label, "extra_bytes": self.num_extra_bytes, **vars(self.config)}
+        return {
+            "label": self.label,
+            "extra_bytes": self.num_extra_bytes,
+            "fingerprint": self.fingerprint,
+            **vars(self.config),
+        }

@@ -223,6 +223,21 @@ def test_another_code_another_commit_and_another_time_are_what_a_check_is_for() 
     assert check(BEFORE, noisy_run(0, provenance=later, methods={"echo": about, "vanilla": {}}))
 
 
+def test_weights_are_known_by_their_fingerprint_wherever_they_lie() -> None:
+    def drafts_with(fingerprint: str, folder: str) -> dict[str, Any]:
+        about = {"label": f"of {folder}", "weights": folder, "fingerprint": fingerprint}
+        return {"methods": {"echo": about, "vanilla": {}}}
+
+    before = noisy_run(0, **drafts_with("ab", "/here/head"))
+    assert check(before, noisy_run(0, **drafts_with("ab", "/there/head"))).verdict == Verdict.PASS
+    with pytest.raises(ValueError, match=r"echo\.fingerprint is cd instead of ab"):
+        check(before, noisy_run(0, **drafts_with("cd", "/here/head")))
+    with pytest.raises(ValueError, match=r"echo\.weights is /there/head"):
+        check(
+            noisy_run(0, **drafts_with("", "/here")), noisy_run(0, **drafts_with("", "/there/head"))
+        )
+
+
 def test_another_machine_leaves_the_speed_open_and_nothing_else() -> None:
     now = noisy_run(0, **info("provenance", cpu="Another CPU"))
     done = check(BEFORE, now)

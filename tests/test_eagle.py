@@ -351,6 +351,7 @@ def test_it_says_what_it_reads_and_weighs() -> None:
     described = small.describe()
     assert described["taps"] == (1, 1, 0) and described["num_draft_tokens"] == 64
     assert described["weights"] == made_folder("good3-reduced", ASCII_VOCAB)
+    assert described["fingerprint"] != whole.describe()["fingerprint"]
     # The rows of the target's head count, the head itself does not.
     assert small.num_extra_bytes - whole.num_extra_bytes == 64 * 32 * 4
     assert small.taps == (1, 0)
