@@ -9,12 +9,14 @@ Shapes: B rows, M nodes of a level, N nodes, P entries, m * w the width of the s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from specbench.costs import Cost, shape_of
+from specbench.drafter_costs import Draft, features_cost
 from specbench.drafting import BranchingConfig, draft_tree
 from specbench.growing import (
     ByConfidence,
@@ -138,6 +140,19 @@ class Eagle(Method):
             "num_draft_tokens": self.head.num_draft_tokens,
             "num_parameters": self.num_parameters,
         }
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The head's entries; of a dynamic tree, as if it ran the nodes alone that have children
+        in the end."""
+        shape = self.head.shape
+        layers = replace(shape_of(shape.config.to_dict()), vocab=self.head.num_draft_tokens)
+        wide = replace(layers, width_in=2 * layers.hidden)
+        if not shape.fused:
+            return features_cost(layers, draft)
+        if shape.all_wide or layers.num_layers == 1:
+            return features_cost(wide, draft, fused_width=shape.in_width)
+        first = replace(wide, num_layers=1)
+        return features_cost(layers, draft, fused_width=shape.in_width, first=first)
 
     @torch.inference_mode()
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:

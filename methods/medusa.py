@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from specbench.costs import Cost
+from specbench.drafter_costs import Draft, heads_cost
 from specbench.growing import likeliest
 from specbench.learned.medusa import load_heads
 from specbench.learned.shipped import missing, weights_for
@@ -95,6 +97,12 @@ class Medusa(Method):
     def num_extra_bytes(self) -> int:
         """The heads' weights."""
         return self._num_bytes
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The heads of the tree's levels."""
+        heads = self.heads
+        own_heads, hidden = bool(heads.lm_heads), self.target.hidden_size
+        return heads_cost(hidden, heads.num_layers, self._vocab_size, draft, own_heads=own_heads)
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Keeps the hidden state of each prompt's last token but one."""

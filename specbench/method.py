@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from specbench.costs import Cost
+from specbench.drafter_costs import Draft
 from specbench.sampling import Sampling, draw, likeliest_token, position_key, warp
 from specbench.target import KVCache, Resume, Target
 from specbench.tree import Tree
@@ -278,6 +280,15 @@ class Method(ABC):
     def num_extra_bytes(self) -> int:
         """Bytes of weights that the method needs beside the target's."""
         return 0
+
+    @property
+    def resumed_layers(self) -> int:
+        """The target's first layers that drafting runs, so that verification need not."""
+        return 0
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """Arithmetic and memory traffic of a draft; of one that is looked up, nothing."""
+        return Cost()
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:  # noqa: B027 - an optional hook
         """Takes in rows that join behind the present ones.

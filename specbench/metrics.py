@@ -271,17 +271,32 @@ def pair_times(run: Run, workload: str, method: str) -> Floats:
     Returns:
         [C, 4], by cluster: the baseline's seconds and tokens, the method's seconds and tokens.
     """
+    pairs = {}
+    for batch, both in _both_by_batch(run, workload, method).items():
+        rows = [(b.decode_s, b.num_tokens, t.decode_s, t.num_tokens) for b, t in both]
+        pairs[batch] = np.median(np.array(rows, dtype=np.float64), axis=0)
+    clusters = group_batches(list(pairs), request_names(run, workload))
+    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
+    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+
+
+def paired_timings(run: Run, workload: str, method: str) -> list[tuple[TimingRecord, TimingRecord]]:
+    """The baseline's and the method's timings of the same batches in the same rounds."""
+    by_batch = _both_by_batch(run, workload, method)
+    return [pair for pairs in by_batch.values() for pair in pairs]
+
+
+def _both_by_batch(
+    run: Run, workload: str, method: str
+) -> dict[tuple[str, ...], list[tuple[TimingRecord, TimingRecord]]]:
     baseline, timed = (_by_batch(run, workload, name) for name in (BASELINE, method))
     pairs = {}
     for batch in sorted(timed.keys() & baseline.keys()):
         in_round = {timing.round: timing for timing in baseline[batch]}
         both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
         if both:
-            rows = [(b.decode_s, b.num_tokens, t.decode_s, t.num_tokens) for b, t in both]
-            pairs[batch] = np.median(np.array(rows, dtype=np.float64), axis=0)
-    clusters = group_batches(list(pairs), request_names(run, workload))
-    sums = [np.sum([pairs[batch] for batch in cluster], axis=0) for cluster in clusters]
-    return np.array(sums, dtype=np.float64).reshape(-1, 4)
+            pairs[batch] = both
+    return pairs
 
 
 def _by_batch(run: Run, workload: str, method: str) -> dict[tuple[str, ...], list[TimingRecord]]:
