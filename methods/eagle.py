@@ -246,7 +246,7 @@ class Eagle(Method):
             trees = [growth.tree for growth in growths]
             out_BMh = self._run(tokens, features_BMh, trees, [growth.start for growth in growths])
             self._add_children(growths, out_BMh)
-        return drafted(rows, growths)
+        return drafted(rows, growths, self.drawer.rates)
 
     def _growth(self, budget: Budget) -> Growth:
         if self.config.tree == "dynamic":
@@ -259,7 +259,8 @@ class Eagle(Method):
         """Ranks the children of the level's nodes."""
         num_children = max(growth.num_children for growth in growths)
         num_children = min(num_children, self.head.num_draft_tokens)
-        best = likeliest(self.head.logits(out_BMh), num_children, self.config.tree == "dynamic")
+        scored = self.config.tree == "dynamic" or self.drawer.rates
+        best = likeliest(self.head.logits(out_BMh), num_children, scored)
         tokens, scores = self.head.token_ids(best.indices).tolist(), best.values.tolist()
         for growth, tokens_MK, scores_MK in zip(growths, tokens, scores, strict=True):
             growth.grow(tokens_MK, scores_MK)

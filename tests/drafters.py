@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specbench import registry
 from specbench.decode import Decoder
-from specbench.depth import Fixed
+from specbench.depth import DepthController, Fixed
 from specbench.learned.exit_adapter import ExitDrafter
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row, pad_rows
 from specbench.records import RequestRecord
@@ -198,14 +198,17 @@ def decode(
     max_rows: int = 1,
     budget: Budget = BUDGET,
     audit: bool = False,
+    controller: DepthController | None = None,
 ) -> list[Row]:
     """Decodes requests, of which at most ``max_rows`` run together; a free place is taken at once.
     With ``audit``, all caches are checked after every step.
 
+    The controller stays within the budget; by default it is fixed.
+
     Returns:
         Their rows in order, checked by `check_row`.
     """
-    decoder = Decoder(target, method, Fixed(*budget), sampling, max_rows)
+    decoder = Decoder(target, method, controller or Fixed(*budget), sampling, max_rows)
     waiting, rows, auditor = list(requests), list[Row](), Auditor()
     while waiting or decoder.rows:
         joining, waiting = waiting[: decoder.num_free], waiting[decoder.num_free :]

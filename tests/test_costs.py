@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
@@ -104,7 +103,7 @@ _EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_flops_of_a_mixture_are_those_of_its_active_experts(kind: str) -> None:
-    model: nn.Module
+    model: PreTrainedModel
     if kind == "mixtral":
         config = MixtralConfig(**_EXPERTS, num_local_experts=8, sliding_window=None)
         config._attn_implementation = ATTENTION
@@ -117,7 +116,7 @@ def test_flops_of_a_mixture_are_those_of_its_active_experts(kind: str) -> None:
         own._attn_implementation = ATTENTION
         own._experts_implementation = "eager"
         model = Qwen3MoeForCausalLM(own)
-    target = Target(model.eval(), pack=False)  # type: ignore[arg-type]
+    target = Target(model, pack=False)
     held = filled_cache(target, 2)
     nodes, trees = torch.tensor([[5, 6, 7], [9, 8, 4]]), [Tree.chain(2)] * 2
     counted = count_flops(lambda: target.forward(nodes, trees, held))

@@ -29,7 +29,7 @@ def test_the_parts_sum_up_to_the_measured_time() -> None:
 
 def test_only_what_both_were_timed_on_counts() -> None:
     records = paired("echo", 1.5)
-    extra = [reference("z"), timing("echo", ["z"], 1000.0)]
+    extra: list[Record] = [reference("z"), timing("echo", ["z"], 1000.0)]
     assert explain(made_run(*records, *extra), "code", "echo") == explain(
         made_run(*records), "code", "echo"
     )

@@ -82,7 +82,7 @@ class DraftVocabulary:
 
     def drawer(self, drawer: Drawer) -> Drawer:
         """A drawer that is given logits [D] and draws tokens of the target."""
-        return _ReducedDrawer(drawer.sampling, self)
+        return _ReducedDrawer(drawer.sampling, self, rates=drawer.rates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class _ReducedDrawer(Drawer):
         if not self.sampling.greedy:
             return super().draw(self.vocabulary.widen(logits_V), row, position, num_children)
         drawn = super().draw(logits_V, row, position, num_children)
-        return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
+        return drawn._replace(tokens=[self.vocabulary.ids[token] for token in drawn.tokens])
 
 
 def frozen_head(target: Target, ids_D: torch.Tensor, dtype: torch.dtype | None = None) -> nn.Linear:
