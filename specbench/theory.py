@@ -10,9 +10,10 @@ those of a step of the target.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from specbench.tree import Tree
+if TYPE_CHECKING:
+    from specbench.tree import Tree
 
 
 def tokens_iid(alpha: float, gamma: int) -> float:
@@ -34,7 +35,7 @@ def survivals(chances: Sequence[float]) -> list[float]:
     return list(accumulate(chances, mul))
 
 
-def tokens_of_tree(tree: Tree, chances: Sequence[float]) -> float:
+def tokens_of_tree(tree: "Tree", chances: Sequence[float]) -> float:
     """Expected tokens of a step that drafts a tree, from each drafted node's chance to be the child
     that is taken, if its parent was: 1 + the sum over nodes of the chance of its path."""
     _check_chances(chances)
@@ -89,11 +90,17 @@ def best_depth(chances: Sequence[float], cost_at: Callable[[int], StepCost]) -> 
         cost_at: what a step of a depth costs.
     """
     vanilla, tokens = cost_at(0), [1.0, *accumulate(survivals(chances), initial=1.0)][1:]
-    choices = [
-        Choice(depth, speed_up(expected, cost_at(depth), vanilla))
-        for depth, expected in enumerate(tokens)
-    ]
-    return max(choices, key=lambda choice: choice.speed_up)
+    return best_depth_of([speed_up(t, cost_at(d), vanilla) for d, t in enumerate(tokens)])
+
+
+def best_depth_of(speed_ups: Sequence[float]) -> Choice:
+    """The depth with the largest speed-up, of equals the least.
+
+    Args:
+        speed_ups: by depth, from 0.
+    """
+    gain = max(speed_ups)
+    return Choice(speed_ups.index(gain), gain)
 
 
 def crossover(speed_ups: Mapping[int, float]) -> int | None:

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from specbench import registry
 from specbench.costs import Cost, Shape, forward_cost, memory, shape_of
-from specbench.drafter_costs import Draft
+from specbench.drafter_costs import Draft, levels_of
 from specbench.method import Batch, Budget, Drawer, Method, Row
 from specbench.sampling import Sampling
 from specbench.target import KVCache, Target, packing
@@ -186,9 +186,11 @@ def test_flops_of_a_draft_are_those_that_torch_counts(
 
     counted = count_flops(propose)
     assert trees == [tree] * rows or setting.method == "ngram"
-    cost = method.draft_cost(Draft(rows=rows, tree=tree, context=CONTEXT, width=4))
+    cost = method.draft_cost(
+        Draft(rows=rows, context=CONTEXT, width=4, **levels_of(tree)._asdict())
+    )
     assert cost.flops == pytest.approx(counted, rel=TOLERANCE)
-    assert method.draft_cost(Draft(rows=rows, tree=Tree.chain(0), context=CONTEXT)) == Cost()
+    assert method.draft_cost(Draft(rows=rows, levels=[], context=CONTEXT)) == Cost()
 
 
 LLAMA_70B = {
