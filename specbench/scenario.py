@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from specbench.costs import Cost, Memory, Shape, forward_cost, memory
 from specbench.drafter_costs import Draft, features_cost, heads_cost, model_cost
 from specbench.machines import Machine, load_shape
+from specbench.records import RequestRecord
 from specbench.theory import (
     Choice,
     StepCost,
@@ -16,6 +17,7 @@ from specbench.theory import (
     speed_up,
     tokens_by_position,
 )
+from specbench.trace import read_traces, spans
 
 ASSUMPTIONS = (
     "a pass takes max(bytes / bandwidth, FLOPs / rate) + overhead; both are the vendor's peaks, "
@@ -25,7 +27,8 @@ ASSUMPTIONS = (
     "a batch of rows verifies exactly its nodes: no padding to the widest row",
     "sampling, scheduling and prefill take no time; several devices are as fast as one of their "
     "summed bandwidth and rate",
-    "steps are exchangeable: what was accepted does not depend on the depth of the steps before",
+    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
+    "depth would have been right at the same positions; those never tested are right as often",
     "of a mixture, tokens choose experts uniformly and independently",
 )
 
@@ -76,27 +79,38 @@ class Given:
 
 
 class Replayed:
-    """The steps of a run, each cut to a depth; a step that offered less stays as it is. A tree is
-    taken to have as many nodes in each level.
+    """The outputs of a run, step by step at another depth (see `specbench.trace`).
 
     Args:
-        steps: as recorded: nodes, depth, accepted, committed, matched; some of them drafted.
-        deepest: cut to this depth; None for the deepest that was offered.
+        records: of one method; some of their steps drafted.
+        deepest: the deepest draft; None for the deepest that was offered.
     """
 
-    def __init__(self, steps: Sequence[Sequence[int]], deepest: int | None = None) -> None:
-        self.steps = [(nodes, depth, matched) for nodes, depth, _, _, matched in steps]
-        offered = max(depth for _, depth, _ in self.steps)
+    def __init__(self, records: Sequence[RequestRecord], deepest: int | None = None) -> None:
+        self._traces = read_traces(records)
+        offered = max(step[1] for record in records for step in record.steps)
         self.deepest = offered if deepest is None else min(deepest, offered)
+        self._means: dict[int, _Mean] = {}
 
     def tokens(self, depth: int) -> float:
         """Mean over the steps."""
-        return 1 + sum(min(matched, depth) for *_, matched in self.steps) / len(self.steps)
+        return self._mean(depth).tokens
 
     def nodes(self, depth: int) -> float:
-        """Mean over the steps."""
-        offered = [n * min(depth, d) / d for n, d, _ in self.steps if d]
-        return sum(offered) / len(self.steps)
+        """Mean over the steps, of a chain."""
+        return self._mean(depth).nodes
+
+    def _mean(self, depth: int) -> "_Mean":
+        if depth not in self._means:
+            steps = [step for trace in self._traces for step in spans(trace, depth)]
+            num_tokens, num_nodes = sum(map(len, self._traces)), sum(s.offered for s in steps)
+            self._means[depth] = _Mean(num_tokens / len(steps), num_nodes / len(steps))
+        return self._means[depth]
+
+
+class _Mean(NamedTuple):
+    tokens: float
+    nodes: float
 
 
 class Drafter(Protocol):

@@ -120,8 +120,7 @@ class SimulateConfig:
                 f"{f' on workload {self.workload!r}' if self.workload else ''}; valid: --method "
                 f"{', '.join(drafting) or '(nothing was drafted)'}"
             )
-        steps = [step for record in requests if record.method == method for step in record.steps]
-        return Replayed(steps, self.depth)
+        return Replayed([record for record in requests if record.method == method], self.depth)
 
 
 def simulate(config: SimulateConfig) -> Page:

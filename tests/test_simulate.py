@@ -90,14 +90,15 @@ def test_given_acceptance_goes_on_as_it_ends() -> None:
         Given((1.2,))
 
 
-def test_replayed_steps_are_cut_to_a_depth() -> None:
-    steps = [(4, 4, 3, 4, 3), (2, 2, 0, 1, 0), (0, 0, 0, 1, 0), (6, 3, 3, 4, 3)]
-    replayed = Replayed(steps)
-    assert replayed.deepest == 4 and Replayed(steps, 2).deepest == 2
-    assert replayed.tokens(4) == 1 + 6 / 4
-    assert replayed.tokens(1) == 1 + 2 / 4
-    assert replayed.nodes(4) == (4 + 2 + 0 + 6) / 4
-    assert replayed.nodes(1) == (1 + 1 + 0 + 2) / 4
+def test_recorded_outputs_are_replayed_at_another_depth() -> None:
+    # Right at positions 0 1 2 4 5, wrong at 3; nothing was offered at 6.
+    record = output("echo", "a", (4, 4, 3, 4), (2, 2, 2, 3))
+    replayed = Replayed([record])
+    assert replayed.deepest == 4 and Replayed([record], 2).deepest == 2
+    assert replayed.tokens(4) == 7 / 2
+    assert replayed.nodes(4) == (4 + 2) / 2
+    assert replayed.tokens(1) == 7 / 4
+    assert replayed.tokens(2) == 7 / 3
 
 
 def test_drafters_cost_what_they_run() -> None:
@@ -173,7 +174,7 @@ def test_recorded_steps_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixtu
     filed_run(tmp_path / "run", records)
     assert main(["simulate", str(tmp_path / "run"), "--format", "md"]) == 0
     shown = capsys.readouterr().out
-    assert "| 1 | 1.50 |" in shown and "| 3 | 2.00 |" in shown and shown.count("\n| 4 |") == 1
+    assert "| 1 | 1.33 |" in shown and "| 3 | 2.00 |" in shown and shown.count("\n| 4 |") == 1
     assert main(["simulate", str(tmp_path / "run"), "--method", "vanilla"]) == 2
     assert "valid: --method echo" in capsys.readouterr().err
 
