@@ -191,6 +191,7 @@ def test_survival_takes_match_statistics_where_a_drafter_has_no_chances() -> Non
         controller.reset()
         for _ in range(50):
             tell(controller, [row], [matched])
+        controller.choose([row])
         admission = Admission(proposal([row], [Tree.chain(2)], None))
         controller.admit(admission)
         assert admission.num_nodes == expected

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from specbench.depth import ByBatch, Fixed, Goodput, StepTable, Survival
+from specbench.depth import Fixed, Goodput, StepTable, Survival
 from specbench.depth.replay import replay
 from specbench.method import Budget, Row
 from specbench.target import Target
@@ -123,8 +123,7 @@ def test_under_changing_load_goodput_and_survival_lose_less_than_every_fixed_dep
             **{f"fixed {depth}": Fixed(depth, 8) for depth in range(9)},
             "goodput": Goodput(8, 8, times=TIMES),
             "survival": Survival(8, 8, times=TIMES),
-            "table": ByBatch(8, 8, depths={8: 1}),
         }.items()
     }
     fixed = min(regret for name, regret in regrets.items() if name.startswith("fixed"))
-    assert max(regrets["goodput"], regrets["survival"]) < fixed + 0.02
+    assert max(regrets["goodput"], regrets["survival"]) < fixed

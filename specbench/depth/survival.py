@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from specbench.depth.calibration import Calibration
-from specbench.depth.controller import Admission, Bounded
-from specbench.depth.goodput import AcceptanceByDepth
+from specbench.depth.controller import Admission, Bounded, Candidate
+from specbench.depth.goodput import RunningAcceptance
 from specbench.depth.times import StepTimes
 from specbench.method import Budget, Row, Verdict
 
@@ -20,8 +20,8 @@ class Survival(Bounded):
     Args:
         depth, max_nodes: the most that is drafted.
         times: what steps cost.
-        calibration: of the drafter's chances. A drafter without chances gets those with which
-            tokens at each depth were taken so far.
+        calibration: of the drafter's chances. A drafter without chances gets those with which a
+            row's tokens at each depth were taken so far.
     """
 
     reads_drafts = True
@@ -40,6 +40,7 @@ class Survival(Bounded):
 
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
         """The most, or nothing where no draft could pay, not even one that is all accepted."""
+        self.rows = rows
         idle = len(rows) / self.times.step_s([0] * len(rows))
         pays = any(
             len(rows) * (1 + depth) / self.times.step_s([depth] * len(rows)) > idle
@@ -57,7 +58,7 @@ class Survival(Bounded):
 
         def enqueue(row: int) -> None:
             if found := admission.next(row):
-                chance = self._chance(found.chance, found.depth)
+                chance = self._chance(row, found)
                 survivals[row].append(survivals[row][found.parent] * chance)
                 heappush(queue, (-survivals[row][-1], row))
 
@@ -73,16 +74,16 @@ class Survival(Bounded):
             admission.admit(row)
             enqueue(row)
 
-    def _chance(self, chance: float | None, depth: int) -> float:
-        if chance is None:
-            return self.acceptance.chances[depth - 1]
-        return self.calibration.chance(chance, depth)
+    def _chance(self, row: int, found: Candidate) -> float:
+        if found.chance is None:
+            return self.acceptance.chances(self.rows[row])[found.depth - 1]
+        return self.calibration.chance(found.chance, found.depth)
 
     def observe(self, verdict: Verdict) -> None:
         """Counts what was accepted."""
-        for row in verdict.rows:
-            self.acceptance.add(row.steps[-1])
+        self.acceptance.add(verdict.rows)
 
     def reset(self) -> None:
         """Forgets how drafts fared."""
-        self.acceptance = AcceptanceByDepth(self.budget.depth)
+        self.acceptance = RunningAcceptance(self.budget.depth)
+        self.rows: Sequence[Row] = ()
