@@ -254,6 +254,8 @@ def check_proposal(
             f"a proposal has {len(trees)} trees, {len(tokens_BN)} rows of tokens and {num_logq} of "
             f"draft distributions for {len(rows)} rows"
         )
+    if proposal.chances and [*map(len, proposal.chances)] != [t.num_drafted for t in trees]:
+        raise ValueError("a proposal with chances has not one for each drafted node")
     for tree, budget in zip(trees, budgets, strict=True):
         if tree.depth > budget.depth or tree.num_drafted > budget.nodes:
             raise ValueError(

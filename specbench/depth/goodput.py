@@ -9,6 +9,13 @@ from specbench.depth.times import StepTimes
 from specbench.method import Budget, Row, Step, Verdict
 from specbench.theory import survivals
 
+_FIRST_CHANCE = 0.7
+"""Before anything is seen."""
+_MEMORY, _OWN_MEMORY = 200, 50
+"""Steps after which one counts 1 / e."""
+_PULL = 5
+"""Steps of its own after which a row counts as much as all rows."""
+
 
 class RunningAcceptance:
     """Running estimates of each row's chance at each depth, from how its drafts fared and, while it
@@ -34,14 +41,6 @@ class RunningAcceptance:
         for row in rows:
             self._all.add(row.steps[-1])
             self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(row.steps[-1])
-
-
-_FIRST_CHANCE = 0.7
-"""Before anything is seen."""
-_MEMORY, _OWN_MEMORY = 200, 50
-"""Steps after which one counts 1 / e."""
-_PULL = 5
-"""Steps of its own after which a row counts as much as all rows."""
 
 
 class _Counts:

@@ -36,6 +36,7 @@ class Survival(Bounded):
     ) -> None:
         super().__init__(depth, max_nodes)
         self.times, self.calibration = times, calibration
+        self.rows: Sequence[Row] = ()
         self.reset()
 
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
@@ -86,4 +87,4 @@ class Survival(Bounded):
     def reset(self) -> None:
         """Forgets how drafts fared."""
         self.acceptance = RunningAcceptance(self.budget.depth)
-        self.rows: Sequence[Row] = ()
+        self.rows = ()
