@@ -256,3 +256,14 @@ def test_sliding_layers_read_no_more_than_their_window() -> None:
 def test_what_is_not_counted_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not counted|has no hidden_size"):
         shape_of(LLAMA_70B | change)
+
+
+def test_a_draft_model_catches_up_on_what_was_committed() -> None:
+    method = make(DRAFTERS[0][0])
+    row = Row(make_request(range(3, 4 + CONTEXT), 9), list(range(3, 4 + CONTEXT)))
+    method.start([row], [{}])
+    row.tokens += [7, 9]
+    held = target_of_drafters().new_cache(1)
+    counted = count_flops(lambda: method.propose(Batch([row], held), [Budget(3, 3)]))
+    draft = Draft(rows=1, levels=[1, 1, 1], context=CONTEXT + 2, unseen=3, width=4)
+    assert method.draft_cost(draft).flops == pytest.approx(counted, rel=TOLERANCE)
