@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from specbench.explain import explain, promise
+from specbench.breakdown import explain, promise
 from specbench.method import Budget
 from specbench.records import Record
 from specbench.theory import tokens_by_position
