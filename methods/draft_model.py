@@ -7,11 +7,13 @@ tokens that it has not seen.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from specbench.costs import Cost
+from specbench.drafter_costs import Draft, model_cost
 from specbench.drafting import BranchingConfig, draft_tree
 from specbench.learned.distilled import Distilled, is_distilled, load_distilled
 from specbench.learned.shipped import shipped_weights
@@ -84,6 +86,15 @@ class DraftModel(Method):
     def num_extra_bytes(self) -> int:
         """The drafter's weights."""
         return self.drafter.num_weight_bytes
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The drafter's forwards."""
+        shape = self.drafter.shape
+        if self.vocabulary:
+            shape = replace(shape, vocab=len(self.vocabulary))
+        if self.model == "int8":
+            draft = replace(draft, width=1)
+        return model_cost(shape, draft)
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Runs the drafter over the prompts that leave room in its context."""

@@ -9,12 +9,14 @@ Shapes: B rows, M nodes of a level, N nodes, P entries, m * w the width of the s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from specbench.costs import Cost, shape_of
+from specbench.drafter_costs import Draft, features_cost
 from specbench.drafting import BranchingConfig, draft_tree
 from specbench.growing import (
     ByConfidence,
@@ -139,6 +141,19 @@ class Eagle(Method):
             "num_parameters": self.num_parameters,
         }
 
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The head's entries; of a dynamic tree, as if it ran the nodes alone that have children
+        in the end."""
+        shape = self.head.shape
+        layers = replace(shape_of(shape.config.to_dict()), vocab=self.head.num_draft_tokens)
+        wide = replace(layers, width_in=2 * layers.hidden)
+        if not shape.fused:
+            return features_cost(layers, draft)
+        if shape.all_wide or layers.num_layers == 1:
+            return features_cost(wide, draft, fused_width=shape.in_width)
+        first = replace(wide, num_layers=1)
+        return features_cost(layers, draft, fused_width=shape.in_width, first=first)
+
     @torch.inference_mode()
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Runs all entries of the prompts but the last, which is left to the first step."""
@@ -231,7 +246,7 @@ class Eagle(Method):
             trees = [growth.tree for growth in growths]
             out_BMh = self._run(tokens, features_BMh, trees, [growth.start for growth in growths])
             self._add_children(growths, out_BMh)
-        return drafted(rows, growths)
+        return drafted(rows, growths, self.drawer.rates)
 
     def _growth(self, budget: Budget) -> Growth:
         if self.config.tree == "dynamic":
@@ -244,7 +259,8 @@ class Eagle(Method):
         """Ranks the children of the level's nodes."""
         num_children = max(growth.num_children for growth in growths)
         num_children = min(num_children, self.head.num_draft_tokens)
-        best = likeliest(self.head.logits(out_BMh), num_children, self.config.tree == "dynamic")
+        scored = self.config.tree == "dynamic" or self.drawer.rates
+        best = likeliest(self.head.logits(out_BMh), num_children, scored)
         tokens, scores = self.head.token_ids(best.indices).tolist(), best.values.tolist()
         for growth, tokens_MK, scores_MK in zip(growths, tokens, scores, strict=True):
             growth.grow(tokens_MK, scores_MK)

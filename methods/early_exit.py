@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from specbench.costs import Cost, shape_of
+from specbench.drafter_costs import Draft, short_stack_cost
 from specbench.drafting import BranchingConfig, draft_tree
 from specbench.learned.exit_adapter import ExitDrafter, load_exit_adapter
 from specbench.learned.shipped import shipped_weights
@@ -107,6 +109,31 @@ class EarlyExit(Method):
     def num_extra_bytes(self) -> int:
         """The trained exit's weights."""
         return self.exit.num_bytes if self.exit else 0
+
+    @property
+    def resumed_layers(self) -> int:
+        """Those in front of the first one passed by."""
+        return min(self.skip)
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The layers that are not passed by, and what a trained exit has behind them."""
+        adapter = None
+        if self.exit:
+            config, vocabulary = self.exit.adapter.config, self.exit.vocabulary
+            adapter = shape_of(config.to_dict())
+            adapter = replace(
+                adapter,
+                vocab=len(vocabulary) if vocabulary else self.target.vocab_size,
+                inner=adapter.inner if self.exit.adapter.layer.full else 0,
+            )
+        num_layers = self.target.num_layers - len(self.skip)
+        return short_stack_cost(
+            self.target.shape,
+            draft,
+            num_layers=num_layers,
+            resumed=self.resumed_layers,
+            adapter=adapter,
+        )
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Shows a trained exit the prompts."""

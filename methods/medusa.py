@@ -6,12 +6,15 @@ of the heads, on the hidden state of the token before the root. Drafts are point
 at any temperature, unless the paper's typical acceptance is asked for.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from specbench.costs import Cost
+from specbench.drafter_costs import Draft, heads_cost
 from specbench.growing import likeliest
 from specbench.learned.medusa import load_heads
 from specbench.learned.shipped import missing, weights_for
@@ -48,6 +51,13 @@ class MedusaConfig(MethodConfig):
             raise ValueError(
                 f"epsilon {self.epsilon}, delta {self.delta} are out of range; valid: above 0"
             )
+
+
+class _Guesses(NamedTuple):
+    """By row, level and rank: tokens, and the values that they are ranked by."""
+
+    tokens: list[list[list[int]]]
+    values: list[list[list[float]]]
 
 
 class Medusa(Method):
@@ -98,6 +108,12 @@ class Medusa(Method):
         """The heads' weights."""
         return self._num_bytes
 
+    def draft_cost(self, draft: Draft) -> Cost:
+        """The heads of the tree's levels."""
+        heads = self.heads
+        own_heads, hidden = bool(heads.lm_heads), self.target.hidden_size
+        return heads_cost(hidden, heads.num_layers, self._vocab_size, draft, own_heads=own_heads)
+
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:
         """Keeps the hidden state of each prompt's last token but one."""
         self.hidden += [tap[FINAL][0, -1].clone() if FINAL in tap else None for tap in taps]
@@ -110,29 +126,28 @@ class Medusa(Method):
         ]
         drafting = [row for row, shape in enumerate(shapes) if shape.ranks]
         drafted: list[list[int]] = [[] for _ in shapes]
+        chances: list[list[float]] = [[] for _ in shapes]
         if drafting:
             num_levels = max(shapes[row].tree.depth for row in drafting)
             num_ranks = max(max(shapes[row].ranks) for row in drafting) + 1
             hidden = [state for row in drafting if (state := self.hidden[row]) is not None]
             guesses = self._guess(torch.stack(hidden), num_levels, num_ranks)
-            for row, by_level in zip(drafting, guesses, strict=True):
+            for row, tokens, logps in zip(drafting, *guesses, strict=True):
                 tree, ranks = shapes[row]
-                drafted[row] = [
-                    by_level[depth - 1][rank]
-                    for depth, rank in zip(tree.depths[1:], ranks, strict=True)
-                ]
-        return Proposal.from_rows(batch.rows, [shape.tree for shape in shapes], drafted)
+                places = [(d - 1, rank) for d, rank in zip(tree.depths[1:], ranks, strict=True)]
+                drafted[row] = [tokens[level][rank] for level, rank in places]
+                if self.drawer.rates:
+                    chances[row] = [math.exp(logps[level][rank]) for level, rank in places]
+        trees = [shape.tree for shape in shapes]
+        rated = chances if self.drawer.rates else None
+        return Proposal.from_rows(batch.rows, trees, drafted, chances=rated)
 
     @torch.inference_mode()
-    def _guess(
-        self, hidden_Mh: torch.Tensor, num_levels: int, num_ranks: int
-    ) -> list[list[list[int]]]:
-        """By row, level and rank: the likeliest tokens."""
-        ids_MKR = likeliest(self.heads(hidden_Mh, num_levels), num_ranks).indices
-        if self.heads.ids_D is not None:
-            ids_MKR = self.heads.ids_D[ids_MKR]
-        guesses: list[list[list[int]]] = ids_MKR.tolist()
-        return guesses
+    def _guess(self, hidden_Mh: torch.Tensor, num_levels: int, num_ranks: int) -> _Guesses:
+        """The likeliest tokens; where draws are rated, with their log-probabilities."""
+        best = likeliest(self.heads(hidden_Mh, num_levels), num_ranks, self.drawer.rates)
+        ids_MKR = best.indices if self.heads.ids_D is None else self.heads.ids_D[best.indices]
+        return _Guesses(ids_MKR.tolist(), best.values.tolist())
 
     def update(self, verdict: Verdict) -> None:
         """Keeps the hidden state of each last accepted node: the next token after it is the new

@@ -66,6 +66,13 @@ class _Match(NamedTuple):
     length: int
 
 
+class _Continuation(NamedTuple):
+    """Tokens that followed before, and how long the match in front of them was."""
+
+    tokens: list[int]
+    matched: int
+
+
 class _Index:
     """Where each n-gram of a growing text stood: the positions of the tokens behind it, oldest
     first."""
@@ -123,14 +130,17 @@ class Ngram(Method):
 
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """Continuations of the longest earlier match, merged into a tree."""
-        trees, drafted = list[Tree](), list[list[int]]()
+        trees, drafted, chances = list[Tree](), list[list[int]](), list[list[float]]()
         for index, budget in zip(self.indices, budgets, strict=True):
-            tree, tokens = merge_paths(self._paths(index, budget.depth), budget.nodes)
+            found = list(self._continuations(index, budget.depth))
+            tree, tokens = merge_paths((one.tokens for one in found), budget.nodes)
             trees.append(tree)
             drafted.append(tokens)
-        return Proposal.from_rows(batch.rows, trees, drafted)
+            chances.append(_chances(found, tree, tokens) if self.drawer.rates else [])
+        rated = chances if self.drawer.rates else None
+        return Proposal.from_rows(batch.rows, trees, drafted, chances=rated)
 
-    def _paths(self, index: _Index, depth: int) -> Iterator[list[int]]:
+    def _continuations(self, index: _Index, depth: int) -> Iterator[_Continuation]:
         """Distinct continuations; those that another one begins with do not count."""
         if depth == 0:
             return
@@ -140,7 +150,7 @@ class Ngram(Method):
             path = index.continuation(match.position, length, self.target.eos_ids)
             if not any(path == other[: len(path)] for other in found):
                 found.append(path)
-                yield path
+                yield _Continuation(path, match.length)
                 if len(found) == self.config.branches:
                     return
 
@@ -156,3 +166,18 @@ class Ngram(Method):
     def reset(self) -> None:
         """Forgets all texts."""
         self.indices = []
+
+
+def _chances(found: Sequence[_Continuation], tree: Tree, tokens: Sequence[int]) -> list[float]:
+    """Of each node, n / (n + 1) for the longest match of n tokens in front of it; a guess that
+    calibration corrects."""
+    chances: dict[int, float] = {}
+    for continuation, matched in found:
+        node = 0
+        for token in continuation:
+            children = [child for child in tree.children[node] if tokens[child - 1] == token]
+            if not children:
+                break
+            (node,) = children
+            chances.setdefault(node, matched / (matched + 1))
+    return [chances[node] for node in range(1, len(tree))]

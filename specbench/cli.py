@@ -109,6 +109,36 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("folder", metavar="DIR", type=Path)
     explain.add_argument("--prompt", metavar="ID", required=True)
     explain.add_argument("--method", metavar="M", help="the one to show (all)")
+    simulate = commands.add_parser(
+        "simulate",
+        help="predict speed-ups on another machine",
+        description="Predict what speculation gains on another machine, by a cost model. In "
+        "brackets: the defaults.",
+        allow_abbrev=False,
+    )
+    add = partial(simulate.add_argument, default=argparse.SUPPRESS)
+    simulate.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help="a run whose steps are replayed"
+    )
+    add("--method", metavar="M", help="whose steps (the one that drafts)")
+    add("--workload", metavar="X", help="on what (all)")
+    add("--acceptance", metavar="A,B", type=_floats, help="chance by position, without a run")
+    add("--model", metavar="T", help="name, folder, config.json or Hub name (llama-3.1-70b)")
+    add("--device", metavar="D", help="A100, H100, H200, L40S or RTX4090 (H200)")
+    add("--devices", metavar="N", type=int, help="how many hold the model (1)")
+    add("--bandwidth-gb-s", metavar="G", type=float, help="of another device")
+    add("--tflops", metavar="F", type=float, help="of another device")
+    add("--overhead-us", metavar="U", type=float, help="of its passes, for each layer")
+    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (bfloat16)")
+    add(
+        "--drafter",
+        metavar="R",
+        help="cost of a level over the target's step (0: look-up), heads, features or a model",
+    )
+    add("--batches", metavar="B,C", type=_numbers, help="batch sizes (1,2,4,...,256)")
+    add("--context", metavar="N", type=int, help="tokens of each row (1024)")
+    add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded)")
+    simulate.add_argument("--format", choices=("rich", "md"), default="rich")
     train = commands.add_parser(
         "train",
         help="train a method's drafter",
@@ -193,6 +223,14 @@ def _names(text: str) -> tuple[str, ...]:
     if not names:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing; valid: names with commas")
     return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _names(text))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in _names(text))
 
 
 def _knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -346,6 +384,19 @@ def _explain(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from specbench import tables
+    from specbench.simulate import SimulateConfig, simulate
+
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("command", "format")}
+    page = simulate(SimulateConfig(**settings))
+    if arguments.format == "rich":
+        tables.print_page(page, Console())
+    else:
+        print(tables.markdown(page), flush=True)
+    return EXIT_DONE
+
+
 def _methods(arguments: argparse.Namespace) -> int:
     from specbench import registry
 
@@ -417,6 +468,7 @@ _COMMANDS = {
     "check": _check,
     "baseline": _baseline,
     "explain": _explain,
+    "simulate": _simulate,
     "train": _train,
     "conform": _conform,
     "methods": _methods,

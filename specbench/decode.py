@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.depth import DepthController
+from specbench.depth import Admission, DepthController
 from specbench.method import Batch, Budget, Drawer, Method, Proposal, Request, Row, Step, Verdict
 from specbench.sampling import Sampling
 from specbench.target import Target
@@ -80,7 +80,7 @@ class Decoder:
         self.sampling, self.max_rows, self.lap = sampling, max_rows, lap
         self.cache = target.new_cache(max_rows)
         self.rows: list[Row] = []
-        method.drawer = Drawer(sampling)
+        method.drawer = Drawer(sampling, rates=controller.reads_drafts)
         method.reset()
         controller.reset()
 
@@ -129,6 +129,10 @@ class Decoder:
         proposal = self.method.propose(Batch(self.rows, self.cache), budgets)
         self.lap("draft")
         check_proposal(proposal, self.rows, budgets, self.target.vocab_size)
+        if self.controller.reads_drafts:
+            admission = Admission(proposal)
+            self.controller.admit(admission)
+            proposal = proposal.cut(admission.num_nodes)
         self.lap("bookkeeping")
         forward = self.target.forward(
             proposal.tokens_BN,
@@ -253,6 +257,8 @@ def check_proposal(
             f"a proposal has {len(trees)} trees, {len(tokens_BN)} rows of tokens and {num_logq} of "
             f"draft distributions for {len(rows)} rows"
         )
+    if proposal.chances and [*map(len, proposal.chances)] != [t.num_drafted for t in trees]:
+        raise ValueError("a proposal with chances has not one for each drafted node")
     for tree, budget in zip(trees, budgets, strict=True):
         if tree.depth > budget.depth or tree.num_drafted > budget.nodes:
             raise ValueError(

@@ -47,6 +47,7 @@ class _Draft:
     parents: list[int] = field(default_factory=lambda: [-1])
     tokens: list[int] = field(default_factory=list)
     logq: dict[int, torch.Tensor] = field(default_factory=dict)
+    chances: list[float] = field(default_factory=list)
     level: list[int] = field(default_factory=lambda: [0])
     """The deepest nodes; none once they are to have no children."""
     leaves: set[int] = field(default_factory=set)
@@ -74,6 +75,7 @@ class _Draft:
                 draws = drawer.draw(logits_V, self.row, position, min(num_children, room))
                 if draws.logq_V is not None:
                     self.logq[parent] = draws.logq_V
+                self.chances += draws.chances
                 self._add(parent, draws.tokens, sure)
         if not self._room(depth + 1) or self.leaves.issuperset(self.level):
             self.level = []
@@ -129,6 +131,7 @@ def draft_tree(
         [draft.tree for draft in drafts],
         [draft.tokens for draft in drafts],
         [draft.logq for draft in drafts],
+        [draft.chances for draft in drafts] if drawer.rates else None,
     )
 
 

@@ -6,6 +6,7 @@ which nodes are to run next, and which are drafted in the end. All of it is host
 Shapes: B rows, M nodes of a level, K children of each, D tokens that may be drafted.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,9 +187,12 @@ class ByRank(Growth):
         """Adds the children that the tree has at these places."""
         tree, ranks = self.shape
         found = {
-            child: Node(tokens[ranks[child - 1]], parent)
-            for number, parent, tokens in zip(self.numbers, self.level, tokens_MK, strict=False)
+            child: Node(tokens[rank], parent, parent.score + scores[rank])
+            for number, parent, tokens, scores in zip(
+                self.numbers, self.level, tokens_MK, scores_MK, strict=False
+            )
             for child in tree.children[number]
+            for rank in [ranks[child - 1]]
         }
         self.nodes += found.values()
         self.numbers = [number for number in found if tree.children[number]]
@@ -199,9 +203,10 @@ class ByRank(Growth):
         return self.nodes
 
 
-def drafted(rows: Sequence[Row], growths: Sequence[Growth]) -> Proposal:
-    """What was grown, as a proposal of point masses."""
-    trees, tokens = [], []
+def drafted(rows: Sequence[Row], growths: Sequence[Growth], rates: bool = False) -> Proposal:
+    """What was grown, as a proposal of point masses; with the nodes' chances, if they were scored
+    by log-probability."""
+    trees, tokens, chances = [], [], []
     for growth in growths:
         index: dict[Node, int] = {}
         parents = [-1]
@@ -211,7 +216,13 @@ def drafted(rows: Sequence[Row], growths: Sequence[Growth]) -> Proposal:
             parents.append(0 if node.parent.parent is None else index[node.parent])
         trees.append(Tree.of(tuple(parents)))
         tokens.append([node.token for node in index])
-    return Proposal.from_rows(rows, trees, tokens)
+        chances.append([_chance(node) for node in index] if rates else [])
+    return Proposal.from_rows(rows, trees, tokens, chances=chances if rates else None)
+
+
+def _chance(node: Node) -> float:
+    assert node.parent is not None
+    return min(1.0, math.exp(node.score - node.parent.score))
 
 
 @lru_cache(maxsize=256)

@@ -7,11 +7,13 @@ the target's logits before they are committed. Shapes: B rows, N nodes, V vocabu
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from specbench.costs import Cost
+from specbench.drafter_costs import Draft
 from specbench.sampling import Sampling, draw, likeliest_token, position_key, warp
 from specbench.target import KVCache, Resume, Target
 from specbench.tree import Tree
@@ -113,14 +115,23 @@ class Draws(NamedTuple):
     logq_V: torch.Tensor | None
     """What they were drawn from, float32 log-probabilities; None if each is a point mass (greedy
     or coupled)."""
+    chances: Sequence[float] = ()
+    """Of each to be the child that is taken, as the drafter sees it; only where that is asked for.
+    They follow from the distribution, whatever was drawn from it."""
 
 
 @dataclass(frozen=True)
 class Drawer:
     """Draws draft tokens as the run's sampling demands; a method never handles temperature, top-k,
-    top-p or seeds."""
+    top-p or seeds.
+
+    Args:
+        sampling: the run's.
+        rates: whether draws come with their chances.
+    """
 
     sampling: Sampling
+    rates: bool = field(default=False, kw_only=True)
 
     def draw(self, logits_V: torch.Tensor, row: Row, position: int, num_children: int = 1) -> Draws:
         """Distinct children for the token at index ``position`` of the row's sequence, from the
@@ -132,12 +143,26 @@ class Drawer:
         """
         if self.sampling.greedy:
             if num_children == 1:
-                return Draws(likeliest_token(logits_V[None]).tolist(), None)
-            return Draws(logits_V.topk(min(num_children, len(logits_V))).indices.tolist(), None)
+                tokens = likeliest_token(logits_V[None]).tolist()
+            else:
+                tokens = logits_V.topk(min(num_children, len(logits_V))).indices.tolist()
+            return Draws(tokens, None, self._rate(logits_V, len(tokens)))
         logq_V = warp(logits_V[None], self.sampling)[0]
         coupled = self.sampling.rule == "coupled"
         key = position_key(row.request.key, position, "target" if coupled else "draft")
-        return Draws(draw(logq_V, key, num_children).tolist(), None if coupled else logq_V)
+        tokens = draw(logq_V, key, num_children).tolist()
+        chances = self._rate(logq_V, len(tokens))
+        return Draws(tokens, None if coupled else logq_V, chances)
+
+    def _rate(self, logits_V: torch.Tensor, num_children: int) -> list[float]:
+        """The largest probabilities."""
+        if not self.rates:
+            return []
+        logits_V = logits_V.float()
+        chances: list[float] = (
+            (logits_V.topk(num_children).values - logits_V.logsumexp(-1)).exp().tolist()
+        )
+        return chances
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -159,6 +184,9 @@ class Proposal:
         replacement: whether siblings were drawn with replacement.
         resume: hidden states of all nodes at a layer up to which they already ran through the
             target.
+        chances: for each row, by drafted node: the drafter's own estimate that it is the child
+            that is taken if its parent was. It may depend on the tokens above the node; on that of
+            the node itself only where that is a point mass.
     """
 
     tokens_BN: torch.Tensor
@@ -166,6 +194,7 @@ class Proposal:
     logq: Sequence[Mapping[int, torch.Tensor]] | None = None
     replacement: bool = False
     resume: Resume | None = None
+    chances: Sequence[Sequence[float]] | None = None
 
     @staticmethod
     def from_rows(
@@ -173,6 +202,7 @@ class Proposal:
         trees: Sequence[Tree],
         drafted: Sequence[Sequence[int]],
         logq: Sequence[Mapping[int, torch.Tensor]] | None = None,
+        chances: Sequence[Sequence[float]] | None = None,
     ) -> "Proposal":
         """A proposal from each row's drafted tokens (nodes 1, 2, ... of its tree).
 
@@ -186,12 +216,40 @@ class Proposal:
                     f"{tree.num_drafted}"
                 )
         tokens = [[row.tokens[-1], *nodes] for row, nodes in zip(rows, drafted, strict=True)]
-        return Proposal(tokens_BN=pad_rows(tokens), trees=list(trees), logq=logq)
+        return Proposal(tokens_BN=pad_rows(tokens), trees=list(trees), logq=logq, chances=chances)
 
     @staticmethod
     def nothing(rows: Sequence[Row]) -> "Proposal":
         """The proposal that drafts nothing: the roots alone."""
         return Proposal.from_rows(rows, [Tree.chain(0)] * len(rows), [()] * len(rows))
+
+    def cut(self, num_nodes: Sequence[int]) -> "Proposal":
+        """With only the first so many drafted nodes of each row: those are a tree."""
+        trees = [
+            Tree.of(tree.parents[: 1 + num])
+            for tree, num in zip(self.trees, num_nodes, strict=True)
+        ]
+        width = max(map(len, trees))
+        logq = self.logq and [
+            {
+                node: logq_V
+                for node, logq_V in by_node.items()
+                if node < len(tree) and tree.children[node]
+            }
+            for by_node, tree in zip(self.logq, trees, strict=True)
+        ]
+        resume = self.resume and Resume(self.resume.layer, self.resume.hidden_BNh[:, :width])
+        chances = self.chances and [
+            chances[:num] for chances, num in zip(self.chances, num_nodes, strict=True)
+        ]
+        return replace(
+            self,
+            tokens_BN=self.tokens_BN[:, :width],
+            trees=trees,
+            logq=logq,
+            resume=resume,
+            chances=chances,
+        )
 
 
 @dataclass(frozen=True)
@@ -286,6 +344,15 @@ class Method(ABC):
     def num_extra_bytes(self) -> int:
         """Bytes of weights that the method needs beside the target's."""
         return 0
+
+    @property
+    def resumed_layers(self) -> int:
+        """The target's first layers that drafting runs, so that verification need not."""
+        return 0
+
+    def draft_cost(self, draft: Draft) -> Cost:
+        """Arithmetic and memory traffic of a draft; of one that is looked up, nothing."""
+        return Cost()
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:  # noqa: B027 - an optional hook
         """Takes in rows that join behind the present ones.

@@ -18,6 +18,7 @@ from specbench.workloads import LEAST_TAIL
 
 LEAST_LAW_P = 1e-3
 """Outputs with a lower p-value are not the target's."""
+_Pair = tuple[TimingRecord, TimingRecord]
 _LEAST_VARIANCE = 1e-6
 """Of a sum whose terms are rounded."""
 
@@ -246,8 +247,8 @@ def pair_batches(
     that both were timed in count, and of these the median (a hiccup of the machine is no part of a
     method's speed)."""
     return {
-        batch: np.median(list(rounds.values()), axis=0)
-        for batch, rounds in _paired_rounds(run, workload, method, baseline).items()
+        batch: np.median([_seconds_and_tokens(pair) for pair in pairs], axis=0)
+        for batch, pairs in paired_timings(run, workload, method, baseline).items()
     }
 
 
@@ -267,7 +268,10 @@ def sum_clusters(batches: Mapping[tuple[str, ...], Floats], names: set[str]) -> 
 def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
     """Each round's speed-up, over the batches that every round timed: one number but for the moods
     of the machine."""
-    batches = list(_paired_rounds(run, workload, method, BASELINE).values())
+    batches = [
+        {base.round: _seconds_and_tokens((base, timed)) for base, timed in pairs}
+        for pairs in paired_timings(run, workload, method).values()
+    ]
     rounds = sorted({round_ for batch in batches for round_ in batch})
     whole = [batch for batch in batches if len(batch) == len(rounds)]
     if not whole:
@@ -275,22 +279,22 @@ def speed_up_by_round(run: Run, workload: str, method: str) -> list[float]:
     return [float(ratio_of_rates(np.sum([b[r] for b in whole], axis=0))) for r in rounds]
 
 
-def _paired_rounds(
-    run: Run, workload: str, method: str, baseline: str
-) -> dict[tuple[str, ...], dict[int, Floats]]:
-    """For each batch, by round, the baseline's seconds and tokens and the method's seconds and
-    tokens."""
+def paired_timings(
+    run: Run, workload: str, method: str, baseline: str = BASELINE
+) -> dict[tuple[str, ...], list[_Pair]]:
+    """By batch: the baseline's and the method's timings in the rounds that have both."""
     base, timed = (_by_batch(run, workload, name) for name in (baseline, method))
-    pairs: dict[tuple[str, ...], dict[int, Floats]] = {}
+    pairs: dict[tuple[str, ...], list[_Pair]] = {}
     for batch in sorted(timed.keys() & base.keys()):
         in_round = {timing.round: timing for timing in base[batch]}
         both = [(in_round[t.round], t) for t in timed[batch] if t.round in in_round]
         if both:
-            pairs[batch] = {
-                t.round: np.array([b.decode_s, b.num_tokens, t.decode_s, t.num_tokens])
-                for b, t in both
-            }
+            pairs[batch] = both
     return pairs
+
+
+def _seconds_and_tokens(pair: _Pair) -> Floats:
+    return np.array([value for t in pair for value in (t.decode_s, t.num_tokens)])
 
 
 def _by_batch(run: Run, workload: str, method: str) -> dict[tuple[str, ...], list[TimingRecord]]:

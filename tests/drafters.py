@@ -13,6 +13,7 @@ from specbench.conformance import decoding, weights
 from specbench.conformance.decoding import ALLOWED, GREEDY, stores
 from specbench.conformance.settings import MADE, Subject
 from specbench.decode import Decoder
+from specbench.depth import DepthController
 from specbench.learned.exit_adapter import ExitDrafter
 from specbench.method import Budget, Method, Request, Row
 from specbench.records import RequestRecord
@@ -120,6 +121,7 @@ def decode(
     max_rows: int = 1,
     budget: Budget = ALLOWED,
     audit: bool = False,
+    controller: DepthController | None = None,
 ) -> list[Row]:
     """Decodes requests as the kit does; with ``audit``, all caches are checked after every
     step."""
@@ -131,6 +133,7 @@ def decode(
         max_rows=max_rows,
         budget=budget,
         auditor=Auditor() if audit else None,
+        controller=controller,
     )
     for row in rows:
         as_record(row)

@@ -82,6 +82,24 @@ COMMANDS = {
         "--resume",
     },
     "conform": {"method", "--set"},
+    "simulate": {
+        "run",
+        "--method",
+        "--workload",
+        "--acceptance",
+        "--model",
+        "--device",
+        "--devices",
+        "--bandwidth-gb-s",
+        "--tflops",
+        "--overhead-us",
+        "--dtype",
+        "--drafter",
+        "--batches",
+        "--context",
+        "--depth",
+        "--format",
+    },
     "methods": set(),
     "workloads": set(),
 }
@@ -309,8 +327,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("", "the following arguments are required: command; `specbench --help`"),
         (
             "measure",
-            "invalid choice: measure (choose from run, report, check, baseline, explain, train, "
-            "conform, methods, workloads)",
+            "invalid choice: measure (choose from run, report, check, baseline, explain, simulate, "
+            "train, conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

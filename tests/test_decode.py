@@ -254,6 +254,10 @@ def test_nothing_of_a_batch_is_taken_in_when_one_prompt_is_refused() -> None:
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
+        (
+            Proposal(tokens_BN=torch.tensor([[5, 6]]), trees=[Tree.chain(1)], chances=[(0.5, 0.5)]),
+            "has not one for each drafted node",
+        ),
         (Proposal(tokens_BN=torch.tensor([[7, 1, 2]]), trees=[Tree.chain(2)]), "depth 2 with 2"),
         (
             Proposal(tokens_BN=torch.tensor([[7, 1, 2, 3, 4]]), trees=[Tree.of((-1, 0, 0, 0, 0))]),

@@ -11,7 +11,7 @@ from specbench.conformance.decoding import GREEDY, make_request, reference
 from specbench.conformance.models import looping_target
 from specbench.decode import Decoder
 from specbench.depth import Fixed
-from specbench.method import Batch, Budget, Method, Row
+from specbench.method import Batch, Budget, Drawer, Method, Row
 from specbench.target import Target
 from specbench.tree import Tree
 from specbench_methods import ngram
@@ -28,7 +28,9 @@ def target() -> Target:
 
 def make_ngram(**knobs: str) -> Method:
     cls = registry.load_method("ngram")
-    return cls(target(), registry.make_config("ngram", cls, {"tokens_per_match": "0"} | knobs))
+    method = cls(target(), registry.make_config("ngram", cls, {"tokens_per_match": "0"} | knobs))
+    method.drawer = Drawer(GREEDY)
+    return method
 
 
 def draft(text: Sequence[int], budget: Budget = WIDE, **knobs: str) -> tuple[Tree, list[int]]:
@@ -158,3 +160,14 @@ def test_a_step_indexes_the_new_tokens_only() -> None:
 def test_knobs_out_of_range_are_refused(knobs: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_ngram(**knobs)
+
+
+def test_longer_matches_are_trusted_more() -> None:
+    method = make_ngram(branches="3")
+    method.drawer = Drawer(GREEDY, rates=True)
+    prompt = [5, 6, 7, 8, 9, 7, 3, 5, 6, 7]
+    row = Row(make_request(prompt), list(prompt))
+    method.start([row], [{}])
+    proposal = method.propose(Batch([row], target().new_cache(1)), [Budget(2, 9)])
+    assert proposal.tokens_BN.tolist() == [[7, 8, 9, 3, 5]]
+    assert proposal.chances == [[3 / 4, 3 / 4, 1 / 2, 1 / 2]]

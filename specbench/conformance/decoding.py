@@ -16,7 +16,7 @@ from specbench.conformance.faults import (
     wrong_token,
 )
 from specbench.decode import Decoder
-from specbench.depth import Fixed
+from specbench.depth import DepthController, Fixed
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal, Request, Row
 from specbench.sampling import Sampling, request_key
 from specbench.target import KVCache, Target
@@ -62,12 +62,14 @@ def decode(
     budget: Budget = ALLOWED,
     auditor: "Auditor | None" = None,
     decoder: type[Decoder] = Decoder,
+    controller: DepthController | None = None,
 ) -> list[Row]:
     """Decodes requests, of which at most ``max_rows`` run together; a free place is taken at once.
 
     Args:
         auditor: checks the caches after every step.
         decoder: the loop.
+        controller: stays within the budget; by default it is fixed.
 
     Returns:
         Their rows in order.
@@ -75,7 +77,7 @@ def decode(
     Raises:
         Fault: a cache is wrong, or an output breaks its budget or its end.
     """
-    loop = decoder(target, method, Fixed(*budget), sampling, max_rows)
+    loop = decoder(target, method, controller or Fixed(*budget), sampling, max_rows)
     waiting, rows = list(requests), list[Row]()
     while waiting or loop.rows:
         joining, waiting = waiting[: loop.num_free], waiting[loop.num_free :]

@@ -82,7 +82,7 @@ class DraftVocabulary:
 
     def drawer(self, drawer: Drawer) -> Drawer:
         """A drawer that is given logits [D] and draws tokens of the target."""
-        return _ReducedDrawer(drawer.sampling, self, drawer)
+        return _ReducedDrawer(drawer.sampling, self, drawer, rates=drawer.rates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class _ReducedDrawer(Drawer):
         if not self.sampling.greedy:
             return self.drawer.draw(self.vocabulary.widen(logits_V), row, position, num_children)
         drawn = self.drawer.draw(logits_V, row, position, num_children)
-        return Draws([self.vocabulary.ids[token] for token in drawn.tokens], None)
+        return drawn._replace(tokens=[self.vocabulary.ids[token] for token in drawn.tokens])
 
 
 def frozen_head(target: Target, ids_D: torch.Tensor, dtype: torch.dtype | None = None) -> nn.Linear:

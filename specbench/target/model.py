@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specbench.costs import Shape, shape_of
 from specbench.messages import in_one_line
 from specbench.target import lean, packing
 from specbench.target.attention import note_extents
@@ -124,6 +125,15 @@ class Target:
         head = cast(nn.Module, model.get_output_embeddings())
         head.forward = self._head_gate(head.forward)
         self._probe()
+
+    @property
+    def shape(self) -> Shape:
+        """What its costs depend on.
+
+        Raises:
+            ValueError: they are not counted for layers of its kind.
+        """
+        return shape_of(self.config.to_dict())
 
     def new_cache(self, max_rows: int, capacity: int = 256) -> KVCache:
         """An empty cache for up to ``max_rows`` sequences."""

@@ -1,0 +1,100 @@
+"""Depth by goodput: expected committed tokens for each second (SmartSpec: Liu et al. 2024)."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+from specbench.depth.controller import Bounded
+from specbench.depth.times import StepTimes
+from specbench.method import Budget, Row, Step, Verdict
+from specbench.theory import survivals
+
+_FIRST_CHANCE = 0.7
+"""Before anything is seen."""
+_MEMORY, _OWN_MEMORY = 200, 50
+"""Steps after which one counts 1 / e."""
+_PULL = 5
+"""Steps of its own after which a row counts as much as all rows."""
+
+
+class RunningAcceptance:
+    """Running estimates of each row's chance at each depth, from how its drafts fared and, while it
+    has few, how those of all rows did.
+
+    Args:
+        depth: the deepest.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._all = _Counts(depth, _MEMORY)
+        self._own: WeakKeyDictionary[Row, _Counts] = WeakKeyDictionary()
+
+    def chances(self, row: Row) -> list[float]:
+        """By depth."""
+        common = self._all.chances([_FIRST_CHANCE] * self.depth, 1)
+        own = self._own.get(row)
+        return own.chances(common, _PULL) if own else common
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Takes in what was put to the test in the rows' last steps."""
+        for row in rows:
+            self._all.add(row.steps[-1])
+            self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(row.steps[-1])
+
+
+class _Counts:
+    """By depth, tokens that were put to the test, and those that were taken; older ones fade."""
+
+    def __init__(self, depth: int, memory: float) -> None:
+        self.keep = 1 - 1 / memory
+        self.tested, self.taken = [0.0] * depth, [0.0] * depth
+
+    def chances(self, prior: Sequence[float], weight: float) -> list[float]:
+        """With a prior that counts as so many tests."""
+        return [
+            (taken + weight * chance) / (tested + weight)
+            for taken, tested, chance in zip(self.taken, self.tested, prior, strict=True)
+        ]
+
+    def add(self, step: Step) -> None:
+        for depth in range(min(step.depth, step.matched + 1, len(self.tested))):
+            self.tested[depth] = self.tested[depth] * self.keep + 1
+            self.taken[depth] = self.taken[depth] * self.keep + (depth < step.matched)
+
+
+class Goodput(Bounded):
+    """The depth, the same for all rows, that promises most tokens for each second.
+
+    Args:
+        depth, max_nodes: the most.
+        times: what steps cost.
+        probe: after so many steps without a draft, one level is drafted to see how it fares now.
+    """
+
+    def __init__(self, depth: int, max_nodes: int, *, times: StepTimes, probe: int = 64) -> None:
+        super().__init__(depth, max_nodes)
+        self.times, self.probe, self.num_idle = times, probe, 0
+        self.reset()
+
+    def choose(self, rows: Sequence[Row]) -> list[Budget]:
+        """The best depth, 0 among them."""
+        tokens = [0.0] * (1 + self.budget.depth)
+        for row in rows:
+            expected = accumulate(survivals(self.acceptance.chances(row)), initial=1.0)
+            tokens = [a + b for a, b in zip(tokens, expected, strict=True)]
+        goodput = [t / self.times.step_s([d] * len(rows)) for d, t in enumerate(tokens)]
+        depth = goodput.index(max(goodput))
+        self.num_idle = 0 if depth else self.num_idle + 1
+        if self.num_idle > self.probe:
+            depth, self.num_idle = 1, 0
+        return [self.within(depth)] * len(rows)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Counts what was accepted."""
+        self.acceptance.add(verdict.rows)
+
+    def reset(self) -> None:
+        """Forgets how drafts fared."""
+        self.acceptance = RunningAcceptance(self.budget.depth)
+        self.num_idle = 0

@@ -1,0 +1,311 @@
+"""Speculation on another machine: what recorded or given acceptance is worth under a cost model.
+Pure functions; nothing is measured here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from specbench.costs import Cost, Memory, Shape, forward_cost, memory
+from specbench.drafter_costs import Draft, features_cost, heads_cost, model_cost
+from specbench.machines import Machine, load_shape
+from specbench.records import RequestRecord
+from specbench.theory import (
+    Choice,
+    StepCost,
+    best_depth_of,
+    crossover,
+    speed_up,
+    tokens_by_position,
+)
+from specbench.trace import read_traces, spans
+
+ASSUMPTIONS = (
+    "a pass takes max(bytes / bandwidth, FLOPs / rate) + overhead; both are the vendor's peaks, "
+    "which real kernels stay below",
+    "weights are read once a pass, keys and values once for each row; activations stay on the chip",
+    "all rows have the same context; attention computes what it masks",
+    "a batch of rows verifies exactly its nodes: no padding to the widest row",
+    "sampling, scheduling and prefill take no time; several devices are as fast as one of their "
+    "summed bandwidth and rate",
+    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
+    "depth would have been right at the same positions; those never tested are right as often",
+    "of a mixture, tokens choose experts uniformly and independently",
+)
+
+
+class Acceptance(Protocol):
+    """What is accepted of a draft."""
+
+    @property
+    def deepest(self) -> int:
+        """The deepest draft that it says something of, 1 at least."""
+        ...
+
+    def tokens(self, depth: int) -> float:
+        """Mean committed tokens of a step that drafts so deep, the bonus included."""
+        ...
+
+    def nodes(self, depth: int) -> float:
+        """Mean drafted nodes of such a step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """Chains with a given chance at each position.
+
+    Args:
+        chances: by depth, each that of a token whose predecessors were accepted; beyond the last,
+            the last.
+        deepest: the deepest draft.
+    """
+
+    chances: tuple[float, ...]
+    deepest: int = 8
+
+    def __post_init__(self) -> None:
+        tokens_by_position(self.chances)
+        if not self.chances:
+            raise ValueError("no acceptance is given; valid: a chance for each position")
+
+    def tokens(self, depth: int) -> float:
+        """Expected tokens."""
+        more = max(0, depth - len(self.chances))
+        return tokens_by_position((*self.chances, *self.chances[-1:] * more)[:depth])
+
+    def nodes(self, depth: int) -> float:
+        """One for each level."""
+        return depth
+
+
+class Replayed:
+    """The outputs of a run, step by step at another depth (see `specbench.trace`).
+
+    Args:
+        records: of one method; some of their steps drafted.
+        deepest: the deepest draft; None for the deepest that was offered.
+    """
+
+    def __init__(self, records: Sequence[RequestRecord], deepest: int | None = None) -> None:
+        self._traces = read_traces(records)
+        offered = max(step[1] for record in records for step in record.steps)
+        self.deepest = offered if deepest is None else min(deepest, offered)
+        self._means: dict[int, _Mean] = {}
+
+    def tokens(self, depth: int) -> float:
+        """Mean over the steps."""
+        return self._mean(depth).tokens
+
+    def nodes(self, depth: int) -> float:
+        """Mean over the steps, of a chain."""
+        return self._mean(depth).nodes
+
+    def _mean(self, depth: int) -> "_Mean":
+        if depth not in self._means:
+            steps = [step for trace in self._traces for step in spans(trace, depth)]
+            num_tokens, num_nodes = sum(map(len, self._traces)), sum(s.offered for s in steps)
+            self._means[depth] = _Mean(num_tokens / len(steps), num_nodes / len(steps))
+        return self._means[depth]
+
+
+class _Mean(NamedTuple):
+    tokens: float
+    nodes: float
+
+
+class Drafter(Protocol):
+    """What drafting costs."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Beside the target's."""
+        ...
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """Of one draft."""
+        ...
+
+
+class Relative(NamedTuple):
+    """A share of the target's step of one token, for each level; 0 for drafts that are looked
+    up."""
+
+    share: float
+    target: Shape
+    weight_bytes: float = 0.0
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """In proportion."""
+        step = forward_cost(self.target, draft.rows, 1, draft.context, width=draft.width)
+        return self.share * len(draft.levels) * machine.seconds(step, self.target.num_layers)
+
+
+class Heads(NamedTuple):
+    """Medusa's heads of one block each, on the target's head."""
+
+    target: Shape
+    weight_bytes: float = 0.0
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """All heads at once."""
+        cost = heads_cost(self.target.hidden, 1, self.target.vocab, draft)
+        return machine.seconds(cost, int(bool(draft.levels)))
+
+
+class Features(NamedTuple):
+    """EAGLE-3's head: one dense layer as wide as the target's, with a draft vocabulary."""
+
+    layer: Shape
+    weight_bytes: float = 0.0
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """Level by level."""
+        cost = features_cost(self.layer, draft, fused_width=3 * self.layer.hidden)
+        return machine.seconds(cost, len(draft.levels))
+
+
+class Model(NamedTuple):
+    """A draft model."""
+
+    shape: Shape
+    weight_bytes: float = 0.0
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """Level by level."""
+        return machine.seconds(
+            model_cost(self.shape, draft), len(draft.levels) * self.shape.num_layers
+        )
+
+
+_DRAFT_VOCAB = 32_000
+DRAFTERS = "a share of the target's step (0 for look-up), heads, features, or a model"
+
+
+def make_drafter(name: str, target: Shape, width: int) -> Drafter:
+    """A drafter by what it is.
+
+    Args:
+        name: one of `DRAFTERS`.
+        target: what it drafts for.
+        width: bytes of a number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    try:
+        share = float(name)
+    except ValueError:
+        pass
+    else:
+        if not 0 <= share < float("inf"):
+            raise ValueError(f"drafter {name} is out of range; valid: {DRAFTERS}")
+        return Relative(share, target)
+    if name == "heads":
+        return Heads(target)
+    if name == "features":
+        inner = target.inner or target.num_active * target.expert_inner
+        dense = replace(target.part(1), inner=inner, num_experts=0, num_windowed=0)
+        layer = replace(dense, vocab=min(_DRAFT_VOCAB, target.vocab), width_in=2 * target.hidden)
+        fused = 3 * target.hidden**2
+        return Features(layer, width * (layer.layer_weights(0) + layer.head_weights + fused))
+    shape = load_shape(name)
+    return Model(shape, width * shape.num_weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What is predicted of one batch size.
+
+    Args:
+        batch: rows.
+        vanilla_s: of a step of one token a row.
+        speed_ups: by depth, from 1.
+        best: the depth that promises most, 0 among them.
+        vanilla_bound, verify_bound: ``memory`` or ``compute``: what a pass waits for, without
+            drafts and at the largest depth.
+        memory: weights, the drafter's among them, and keys and values.
+        fits: whether the machine holds it; None where its memory is not known.
+    """
+
+    batch: int
+    vanilla_s: float
+    speed_ups: tuple[float, ...]
+    best: Choice
+    vanilla_bound: str
+    verify_bound: str
+    memory: Memory
+    fits: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated.
+
+    Args:
+        machine, target, drafter, acceptance: as they say.
+        context: tokens of each row.
+        width: bytes of a number.
+    """
+
+    machine: Machine
+    target: Shape
+    drafter: Drafter
+    acceptance: Acceptance
+    context: int = 1024
+    width: int = 2
+
+    def step(self, batch: int, depth: int) -> StepCost:
+        """What a step costs."""
+        draft_s = 0.0
+        if depth:
+            unseen = round(self.acceptance.tokens(depth))
+            draft = Draft(
+                rows=batch,
+                levels=[1] * depth,
+                context=self.context,
+                unseen=min(unseen, self.context),
+                width=self.width,
+            )
+            draft_s = self.drafter.seconds(self.machine, draft)
+        return StepCost(
+            draft_s, self.machine.seconds(self.verify(batch, depth), self.target.num_layers)
+        )
+
+    def verify(self, batch: int, depth: int) -> Cost:
+        """Of the target's pass; between whole numbers of nodes it is interpolated."""
+        nodes = self.acceptance.nodes(depth) if depth else 0.0
+        low = int(nodes)
+        below, above = (
+            forward_cost(self.target, batch, 1 + n, self.context, width=self.width)
+            for n in (low, low + 1)
+        )
+        return below.times(1 - (nodes - low)).plus(above.times(nodes - low))
+
+    def at(self, batch: int) -> Point:
+        """What is predicted of a batch size."""
+        steps = [self.step(batch, depth) for depth in range(1 + self.acceptance.deepest)]
+        vanilla = steps[0]
+        tokens = [1.0, *map(self.acceptance.tokens, range(1, len(steps)))]
+        gains = [speed_up(t, step, vanilla) for t, step in zip(tokens, steps, strict=True)]
+        held = memory(self.target, batch, self.context, self.width)
+        held = held._replace(weights=held.weights + round(self.drafter.weight_bytes))
+        room = self.machine.memory_bytes
+        return Point(
+            batch=batch,
+            vanilla_s=vanilla.total_s,
+            speed_ups=tuple(gains[1:]),
+            best=best_depth_of(gains),
+            vanilla_bound=self._bound(self.verify(batch, 0)),
+            verify_bound=self._bound(self.verify(batch, len(steps) - 1)),
+            memory=held,
+            fits=held.total <= room if room else None,
+        )
+
+    def _bound(self, cost: Cost) -> str:
+        return "compute" if self.machine.is_compute_bound(cost) else "memory"
+
+
+def crossovers(points: Sequence[Point]) -> list[int | None]:
+    """By depth, from 1: the batch from which on it does not pay; None if it pays at the largest."""
+    depths = range(len(points[0].speed_ups))
+    return [crossover({p.batch: p.speed_ups[depth] for p in points}) for depth in depths]

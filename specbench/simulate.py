@@ -1,0 +1,221 @@
+"""`specbench simulate`: its settings, and the page that shows what is predicted. Nothing is
+measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench.machines import WIDTHS, Machine, load_machine, load_shape
+from specbench.messages import check_least
+from specbench.records import read_run
+from specbench.scenario import (
+    ASSUMPTIONS,
+    Acceptance,
+    Given,
+    Point,
+    Replayed,
+    Scenario,
+    crossovers,
+    make_drafter,
+)
+from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
+
+_DEEPEST = 32
+_CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """What to simulate.
+
+    Args:
+        model: whose shape: a name, a folder, a config file or a name on the Hub.
+        device: of the table.
+        bandwidth_gb_s, tflops, overhead_us: another device; all three.
+        devices: how many of them hold the model.
+        dtype: of weights and cache.
+        drafter: see `specbench.scenario.make_drafter`.
+        acceptance: the chance at each position; beyond the last, the last.
+        run: a folder with recorded steps, in place of ``acceptance``.
+        method, workload: whose; by default all workloads, and the one method that drafts.
+        batches: rows.
+        context: tokens of each row.
+        depth: the deepest draft; by default 8, or as deep as the recorded ones.
+    """
+
+    model: str = "llama-3.1-70b"
+    device: str = "H200"
+    bandwidth_gb_s: float | None = None
+    tflops: float | None = None
+    overhead_us: float | None = None
+    devices: int = 1
+    dtype: str = "bfloat16"
+    drafter: str = "0"
+    acceptance: tuple[float, ...] = ()
+    run: Path | None = None
+    method: str | None = None
+    workload: str | None = None
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    context: int = 1024
+    depth: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "context"):
+            check_least(name, getattr(self, name), 1)
+        for batch in self.batches:
+            check_least("batches", batch, 1)
+        if self.depth is not None and not 1 <= self.depth <= _DEEPEST:
+            raise ValueError(f"--depth {self.depth} is out of range; valid: 1..{_DEEPEST}")
+        if self.dtype not in WIDTHS:
+            raise ValueError(f"unknown dtype {self.dtype!r}; valid: {', '.join(WIDTHS)}")
+        if (self.run is None) == (not self.acceptance):
+            raise ValueError("acceptance is not given, or twice; valid: --acceptance or a run")
+        if self.run is None and (self.method or self.workload):
+            raise ValueError("--method and --workload say what of a run is replayed; name a run")
+        given = [name for name in _CUSTOM if getattr(self, name) is not None]
+        if given and len(given) < len(_CUSTOM):
+            raise ValueError(
+                "another device takes all of --bandwidth-gb-s, --tflops and --overhead-us"
+            )
+
+    def scenario(self) -> Scenario:
+        """All of it, loaded.
+
+        Raises:
+            ValueError: there is no such model, device, drafter, run or method in it.
+        """
+        target, width = load_shape(self.model), WIDTHS[self.dtype]
+        return Scenario(
+            machine=self._machine().times(self.devices),
+            target=target,
+            drafter=make_drafter(self.drafter, target, width),
+            acceptance=self._acceptance(),
+            context=self.context,
+            width=width,
+        )
+
+    def _machine(self) -> Machine:
+        if self.bandwidth_gb_s is None or self.tflops is None or self.overhead_us is None:
+            return load_machine(self.device, self.dtype)
+        return Machine(
+            name="custom device",
+            bandwidth=self.bandwidth_gb_s * 1e9,
+            rate=self.tflops * 1e12,
+            overhead_s=self.overhead_us * 1e-6,
+        )
+
+    def _acceptance(self) -> Acceptance:
+        if self.run is None:
+            return Given(self.acceptance, self.depth or 8)
+        requests = [
+            record
+            for record in read_run(self.run).requests
+            if self.workload in (None, record.workload)
+        ]
+        drafting = sorted({r.method for r in requests if any(step[1] for step in r.steps)})
+        method = self.method or (drafting[0] if len(drafting) == 1 else None)
+        if method not in drafting:
+            raise ValueError(
+                f"{self.run} has no drafts of method {method!r}"
+                f"{f' on workload {self.workload!r}' if self.workload else ''}; valid: --method "
+                f"{', '.join(drafting) or '(nothing was drafted)'}"
+            )
+        return Replayed([record for record in requests if record.method == method], self.depth)
+
+
+def simulate(config: SimulateConfig) -> Page:
+    """What is predicted, as a page."""
+    scenario = config.scenario()
+    points = [scenario.at(batch) for batch in sorted(set(config.batches))]
+    target, machine = scenario.target, scenario.machine
+    ends = crossovers(points)
+    return [
+        Heading(f"Predicted, not measured: {config.model} on {machine.name}", 1),
+        Note(
+            f"target: {_billions(target.num_weights)} weights, "
+            f"{_billions(target.num_active_weights)} of them active, in {config.dtype}; context "
+            f"{config.context}"
+        ),
+        Note(
+            f"machine: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.0f} TFLOP/s, "
+            f"{machine.overhead_s * 1e6:.0f} us for each layer of a pass"
+        ),
+        Note(f"drafter: {config.drafter}; acceptance: {_source(config)}"),
+        _batches(points),
+        _depths(points, scenario.acceptance, ends),
+        Note(_crossover(points, ends), "strong"),
+        Heading("Assumptions", 3),
+        *(Note(assumption) for assumption in ASSUMPTIONS),
+    ]
+
+
+def _source(config: SimulateConfig) -> str:
+    if config.run is None:
+        return ", ".join(f"{chance:g}" for chance in config.acceptance) + " by position"
+    return " ".join(filter(None, ["recorded in", str(config.run), config.method, config.workload]))
+
+
+def _billions(number: float) -> str:
+    return f"{number / 1e9:.2f}B"
+
+
+def _batches(points: Sequence[Point]) -> Table:
+    columns = [
+        Column("batch"),
+        Column("vanilla ms /step"),
+        Column("vanilla tokens/s"),
+        Column("waits for", numbers=False),
+        Column("deepest verify waits for", numbers=False),
+        Column("best depth"),
+        Column("speed-up"),
+        Column("weights + KV GiB"),
+        Column("fits", numbers=False),
+    ]
+    rows = [
+        [
+            Cell(str(point.batch)),
+            Cell(f"{point.vanilla_s * 1e3:.2f}"),
+            Cell(f"{point.batch / point.vanilla_s:.0f}"),
+            Cell(point.vanilla_bound),
+            Cell(point.verify_bound),
+            Cell(str(point.best.depth)),
+            _gain(point.best.speed_up),
+            Cell(f"{point.memory.weights / 2**30:.1f} + {point.memory.kv / 2**30:.1f}"),
+            _fits(point.fits),
+        ]
+        for point in points
+    ]
+    return Table("by batch", columns, rows)
+
+
+def _depths(points: Sequence[Point], acceptance: Acceptance, ends: Sequence[int | None]) -> Table:
+    columns = [Column("depth"), Column("tokens /step")]
+    columns += [*(Column(f"B={point.batch}") for point in points), Column("pays below batch")]
+    rows = [
+        [
+            Cell(str(1 + i)),
+            Cell(f"{acceptance.tokens(1 + i):.2f}"),
+            *(_gain(point.speed_ups[i]) for point in points),
+            Cell(MISSING if end is None else str(end)),
+        ]
+        for i, end in enumerate(ends)
+    ]
+    return Table("speed-up by depth and batch", columns, rows)
+
+
+def _crossover(points: Sequence[Point], ends: Sequence[int | None]) -> str:
+    largest = points[-1].batch
+    if None in ends:
+        return f"Some depth pays up to the largest batch here, {largest}."
+    last = max(end for end in ends if end is not None)
+    return f"No depth pays from batch {last} on: switch speculation off there."
+
+
+def _gain(gain: float) -> Cell:
+    return Cell(f"{gain:.2f}x", "good" if gain > 1 else "bad" if gain < 1 else "")
+
+
+def _fits(fits: bool | None) -> Cell:
+    if fits is None:
+        return Cell(MISSING)
+    return Cell("yes") if fits else Cell("no", "bad")

@@ -1,0 +1,169 @@
+"""Replaying recorded steps: at other depths, and under depth controllers.
+
+A record says of each position of an output whether the drafter was right there. Where its guess
+depends on the committed tokens alone, as that of a draft model or of a shortened stack at T=0, it
+would have said the same in a step that began elsewhere, so other depths can be replayed exactly,
+but for the positions that were not put to the test: a bonus behind a draft that was all accepted.
+For other drafters it is an approximation. Of a tree, the path that was taken counts.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from random import Random
+from typing import NamedTuple
+
+from specbench.records import RequestRecord
+
+
+class Mark(IntEnum):
+    """What the drafter was at a position."""
+
+    WRONG = 0
+    RIGHT = 1
+    SILENT = 2
+    """It offered no token there, though it might have."""
+
+
+Trace = Sequence[Mark]
+"""The positions of one output."""
+
+
+class Span(NamedTuple):
+    """A draft of a trace."""
+
+    offered: int
+    matched: int
+
+
+def read_traces(records: Iterable[RequestRecord], seed: int = 0) -> list[Trace]:
+    """The traces of one method's records. Positions that were not put to the test are drawn, right
+    as often as those that were."""
+    records = list(records)
+    deepest = max((step[1] for record in records for step in record.steps), default=0)
+    marks = [_marks(record.steps, deepest) for record in records]
+    tested = [mark == Mark.RIGHT for trace in marks for mark in trace if mark is not None]
+    chance = sum(tested) / len(tested) if tested else 0.0
+    random = Random(seed)
+    return [
+        [Mark(random.random() < chance) if mark is None else mark for mark in trace]
+        for trace in marks
+    ]
+
+
+def _marks(steps: Sequence[Sequence[int]], deepest: int) -> list[Mark | None]:
+    marks: list[Mark | None] = []
+    for _, depth, _, committed, matched in steps:
+        last = Mark.WRONG if matched < depth else Mark.SILENT if depth < deepest else None
+        marks += [*[Mark.RIGHT] * matched, last][:committed]
+    return marks
+
+
+def span(trace: Trace, begin: int, depth: int) -> Span:
+    """What a draft from a position on offers, and how much of it is right; the last position is
+    left to the bonus."""
+    depth = max(0, min(depth, len(trace) - begin - 1))
+    matched = 0
+    while matched < depth and trace[begin + matched] == Mark.RIGHT:
+        matched += 1
+    silent = matched < depth and trace[begin + matched] == Mark.SILENT
+    return Span(matched if silent else depth, matched)
+
+
+def spans(trace: Trace, depth: int) -> list[Span]:
+    """All steps of an output at one depth."""
+    found, begin = [], 0
+    while begin < len(trace):
+        found.append(span(trace, begin, depth))
+        begin += found[-1].matched + 1
+    return found
+
+
+class Replay(NamedTuple):
+    """What came of a replay.
+
+    Args:
+        num_tokens: committed.
+        num_steps: of the batch.
+        seconds: by the step times.
+    """
+
+    num_tokens: int
+    num_steps: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.num_tokens / self.seconds
+
+    def regret(self, best: "Replay") -> float:
+        """The share of another's throughput that this one misses."""
+        return 1 - self.tokens_per_s / best.tokens_per_s
+
+
+class Running(NamedTuple):
+    """A row of a replay: which trace, and how far it is."""
+
+    trace: int
+    position: int
+
+
+Decide = Callable[[Sequence[Running]], Sequence[Span]]
+"""What each row has verified, and how much of that was right."""
+
+
+def play(
+    traces: Sequence[Trace],
+    batch: int,
+    decide: Decide,
+    step_s: Callable[[Sequence[int]], float],
+) -> Replay:
+    """Plays traces, so many at a time; the next joins as soon as one ends.
+
+    Args:
+        traces: outputs.
+        batch: rows at a time.
+        decide: chooses what to verify.
+        step_s: seconds of a step, by the nodes of each row.
+    """
+    waiting = deque(range(len(traces)))
+    rows: list[Running] = []
+    num_steps, seconds = 0, 0.0
+    while waiting or rows:
+        while waiting and len(rows) < batch:
+            rows.append(Running(waiting.popleft(), 0))
+        found = decide(rows)
+        num_steps += 1
+        seconds += step_s([one.offered for one in found])
+        moved = [
+            row._replace(position=row.position + one.matched + 1)
+            for row, one in zip(rows, found, strict=True)
+        ]
+        rows = [row for row in moved if row.position < len(traces[row.trace])]
+    return Replay(sum(map(len, traces)), num_steps, seconds)
+
+
+def play_oracle(
+    traces: Sequence[Trace],
+    batch: int,
+    depth: int,
+    step_s: Callable[[Sequence[int]], float],
+) -> Replay:
+    """The per-step oracle: it knows what is right, has nothing else verified, and of that as much
+    as makes most tokens for each second of this step, level by level."""
+
+    def decide(rows: Sequence[Running]) -> list[Span]:
+        right = [span(traces[row.trace], row.position, depth).matched for row in rows]
+        nodes = [0] * len(rows)
+        best, chosen = len(rows) / step_s(nodes), list(nodes)
+        for level in range(1, 1 + max(right)):
+            for row, most in enumerate(right):
+                if most >= level:
+                    nodes[row] = level
+                    rate = (len(rows) + sum(nodes)) / step_s(nodes)
+                    if rate > best:
+                        best, chosen = rate, list(nodes)
+        return [Span(num, num) for num in chosen]
+
+    return play(traces, batch, decide, step_s)
