@@ -5,10 +5,6 @@ READY := .venv/.ready
 
 .PHONY: setup bench test lint check leaderboard
 
-# One thread for each process, and no spinning: tests start several.
-test: export OMP_NUM_THREADS := 1
-test: export OMP_WAIT_POLICY := PASSIVE
-
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
