@@ -8,7 +8,8 @@ import pytest
 
 import specbench_methods
 from specbench import registry
-from specbench.cli import _plan, build_parser
+from specbench.cli import build_parser
+from specbench.commands.run import plan_for
 from specbench.config import RunConfig
 from specbench.conformance.decoding import make_request, reference
 from specbench.conformance.models import looping_target
@@ -107,7 +108,9 @@ def test_where_no_methods_are_asked_for_one_that_cannot_be_loaded_is_left_out(ow
     assert names == before and "needy" in sources()
     (problem,) = set(problems) - set(lacking)
     assert "needy" in problem and "install 'no_such_package'" in problem
-    todo = _plan(build_parser().parse_args(["run", "--workloads", "humaneval", "--prompts", "1"]))
+    todo = plan_for(
+        build_parser().parse_args(["run", "--workloads", "humaneval", "--prompts", "1"])
+    )
     assert todo.config.methods == names
     assert todo.notes == [f"left out: {problem}" for problem in problems]
 

@@ -1,0 +1,58 @@
+"""`specbench simulate`."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from specbench.commands.arguments import EXIT_DONE, Call, Commands, floats, given, numbers
+
+
+def add(commands: Commands) -> None:
+    """The parser of `simulate`."""
+    simulate = commands.add_parser(
+        "simulate",
+        help="predict speed-ups on another machine",
+        description="Predict what speculation gains on another machine, by a cost model. In "
+        "brackets: the defaults.",
+        allow_abbrev=False,
+    )
+    add = partial(simulate.add_argument, default=argparse.SUPPRESS)
+    simulate.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help="a run whose steps are replayed"
+    )
+    add("--method", metavar="M", help="whose steps (the one that drafts)")
+    add("--workload", metavar="X", help="on what (all)")
+    add("--acceptance", metavar="A,B", type=floats, help="chance by position, without a run")
+    add("--model", metavar="T", help="name, folder, config.json or Hub name (llama-3.1-70b)")
+    add("--device", metavar="D", help="A100, H100, H200, L40S or RTX4090 (H200)")
+    add("--devices", metavar="N", type=int, help="how many hold the model (1)")
+    add("--bandwidth-gb-s", metavar="G", type=float, help="of another device")
+    add("--tflops", metavar="F", type=float, help="of another device")
+    add("--overhead-us", metavar="U", type=float, help="of its passes, for each layer")
+    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (bfloat16)")
+    add(
+        "--drafter",
+        metavar="R",
+        help="cost of a level over the target's step (0: look-up), heads, features or a model",
+    )
+    add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,...,256)")
+    add("--context", metavar="N", type=int, help="tokens of each row (1024)")
+    add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded)")
+    simulate.add_argument("--format", choices=("rich", "md"), default="rich")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from specbench import tables
+    from specbench.simulate import SimulateConfig, simulate
+
+    page = simulate(SimulateConfig(**given(arguments, "format")))
+    if arguments.format == "rich":
+        tables.print_page(page, Console())
+    else:
+        print(tables.markdown(page), flush=True)
+    return EXIT_DONE
+
+
+CALLS: dict[str, Call] = {"simulate": _simulate}
