@@ -274,10 +274,12 @@ class MethodConfig:
     Args:
         depth: how deep to draft when the run does not say.
         max_nodes: the most nodes to draft in one step, where a method drafts trees.
+        controller: how deep each row drafts, within these: `specbench.depth.Choice`.
     """
 
     depth: int = 4
     max_nodes: int = 64
+    controller: str = "fixed"
 
     def __post_init__(self) -> None:
         if self.depth < 0:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import specbench_methods
+from specbench.depth import Choice
 from specbench.messages import suggest
 from specbench.method import Method, MethodConfig
 
@@ -212,9 +213,11 @@ def make_config(name: str, method: type[Method], knobs: Mapping[str, str]) -> Me
                 f"{name}.{knob}: {text!r} is not valid; valid: {kind.valid}"
             ) from error
     try:
-        return method.Config(**values)
+        config = method.Config(**values)
+        Choice.read(config.controller)
     except ValueError as error:
         raise ValueError(f"method {name!r}: {error}") from error
+    return config
 
 
 def read_knob(kind: type, text: str) -> Any:
