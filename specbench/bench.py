@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from specbench import lossless
+from specbench.arithmetic import count_flops
 from specbench.config import RunConfig
 from specbench.decode import Decoder
-from specbench.depth import Fixed
+from specbench.depth import Choice
 from specbench.messages import in_one_line
 from specbench.method import Method, Request, Row
 from specbench.records import (
     BASELINE,
     FailureRecord,
+    Flops,
     Record,
     ReferenceRecord,
     RequestRecord,
@@ -224,12 +226,11 @@ class Bench:
 
     def _decode(self, name: str, requests: Sequence[Request], sampling: Sampling) -> _Pass:
         method = self.methods[name]
-        config = method.config
         watch = Stopwatch(self.target.device)
         decoder = Decoder(
             self.target,
             method,
-            Fixed(config.depth, config.max_nodes),
+            Choice.read(method.config.controller).make(method.config),
             sampling,
             max_rows=len(requests),
             lap=watch.lap,
@@ -335,7 +336,18 @@ class Bench:
             lossless=verdict,
             divergence=divergence,
             surprise=surprise,
+            flops=self._flops(name, row),
         )
+
+    def _flops(self, name: str, row: Row) -> Flops | None:
+        """None where the target or the method does not say what it costs."""
+        method = self.methods[name]
+        if method.fingerprint and type(method).draft_cost is Method.draft_cost:
+            return None
+        try:
+            return count_flops(method, len(row.request.prompt), row.steps)
+        except ValueError:
+            return None
 
 
 def failures(workload: str, requests: Sequence[str], reasons: Sequence[str]) -> list[Record]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from specbench.breakdown import Breakdown, Promise
 from specbench.metrics import LEAST_LAW_P, Acceptance, Times
 from specbench.summary import MethodResult
 from specbench.tables import MISSING, NO_BREAK, Cell, Column, Table
@@ -34,6 +35,13 @@ def positions_table(methods: Sequence[MethodResult]) -> Table:
     ]
     more = f" (the first {_MOST_POSITIONS} of {deepest})" if deepest > _MOST_POSITIONS else ""
     return _table(f"drafts, and their acceptance at position p{more}", drafting, columns)
+
+
+def prediction_table(methods: Sequence[MethodResult]) -> Table:
+    """What theory promises from the acceptance, and what of it drafting, wider forwards and
+    bookkeeping took; of the methods that drafted."""
+    drafting = [m for m in methods if m.promise and m.breakdown]
+    return _table("theory against measurement", drafting, _PREDICTION_COLUMNS)
 
 
 def ranking_table(methods: Sequence[MethodResult]) -> Table:
@@ -69,6 +77,18 @@ def _accepted(read: Callable[[Acceptance], float | None], text: _Text) -> _Show:
 
 def _timed(read: Callable[[Times], float | None], text: _Text) -> _Show:
     return lambda method: text(read(method.times) if method.times else None)
+
+
+def _promised(read: Callable[[Promise], float]) -> _Show:
+    return lambda method: number(read(method.promise) if method.promise else None)
+
+
+def _broken_down(read: Callable[[Breakdown], float], text: _Text) -> _Show:
+    return lambda method: text(read(method.breakdown) if method.breakdown else None)
+
+
+def _times(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}x"
 
 
 def _at(p: int) -> Callable[[MethodResult], str]:
@@ -204,7 +224,23 @@ _COST_COLUMNS: list[tuple[Column, _Show]] = [
     (Column("forwards /token"), _timed(lambda t: t.forwards_per_token, _thousandths)),
     (Column("nodes /token"), _accepted(lambda a: a.nodes_per_token, number)),
     (Column("wasted"), _accepted(lambda a: a.wasted, percent)),
+    (Column("FLOPs /vanilla's"), lambda m: number(m.flops.total if m.flops else None)),
+    (Column("on rejected"), lambda m: percent(m.flops.rejected_share if m.flops else None)),
     (Column("ms /step"), _timed(lambda t: t.step_s, _milliseconds)),
     (Column("prefill ms"), _timed(lambda t: t.prefill_s, _milliseconds)),
     (Column("extra MiB"), _show_weights),
+]
+_PREDICTION_COLUMNS: list[tuple[Column, _Show]] = [
+    _MARKED,
+    (Column("tau if i.i.d."), _promised(lambda p: p.iid)),
+    (Column("tau by position"), _promised(lambda p: p.by_position)),
+    (Column("tau"), _promised(lambda p: p.measured)),
+    (Column("vanilla ms"), _broken_down(lambda b: b.vanilla_s, _milliseconds)),
+    (Column("ideal ms"), _broken_down(lambda b: b.ideal_s, _milliseconds)),
+    (Column("+ draft"), _broken_down(lambda b: b.draft_s, _milliseconds)),
+    (Column("+ verify"), _broken_down(lambda b: b.verify_s, _milliseconds)),
+    (Column("+ other"), _broken_down(lambda b: b.bookkeeping_s, _milliseconds)),
+    (Column("= ms /token"), _broken_down(lambda b: b.method_s, _milliseconds)),
+    (Column("ideal speed-up"), _broken_down(lambda b: b.ideal_speed_up, _times)),
+    (Column("speed-up"), _broken_down(lambda b: b.speed_up, _times)),
 ]

@@ -38,6 +38,14 @@ DEFINITIONS = {
     "nodes /token": "drafted nodes / committed tokens",
     "ms /step": "decode time / steps, a step being one target forward and all around it",
     "wasted": "drafted nodes that were not accepted / drafted nodes",
+    "FLOPs /vanilla's": "arithmetic of drafting and of all forwards, counted from the shapes of "
+    "what ran, over that of the same output without drafts; always above 1 where something was "
+    "rejected; on rejected: the share of it that went into drafts that were not accepted",
+    "tau if i.i.d.": "(1 - alpha^(depth + 1)) / (1 - alpha), alpha being the acceptance of a token "
+    "once it is reached; by position: 1 + the sum of the products of the acceptances at position "
+    "1, 2, ...; both forget that outputs end in the middle of a step",
+    "ideal ms": "for each token, if steps cost what vanilla's do: vanilla ms / tau; + draft, + "
+    "verify (forwards of more than one node), + other: what they cost beyond vanilla's step",
     "prefill": "per request; no method gains any of it, some add to it",
     "extra": "weights that the method needs beside the target's",
     "entropy": "mean next-token entropy of the target at T=1 along the reference, over all tokens",

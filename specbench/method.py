@@ -353,7 +353,8 @@ class Method(ABC):
         return 0
 
     def draft_cost(self, draft: Draft) -> Cost:
-        """Arithmetic and memory traffic of a draft; of one that is looked up, nothing."""
+        """Arithmetic and memory traffic of a draft; of one that is looked up, nothing. A method
+        with weights that does not say has no FLOPs in the tables."""
         return Cost()
 
     def start(self, rows: Sequence[Row], taps: Sequence[Mapping[int, torch.Tensor]]) -> None:  # noqa: B027 - an optional hook

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from specbench.records import BASELINE, LOSSLESS, ReferenceRecord, RequestRecord, Run, TimingRecord
+from specbench.records import (
+    BASELINE,
+    LOSSLESS,
+    Flops,
+    ReferenceRecord,
+    RequestRecord,
+    Run,
+    TimingRecord,
+)
 from specbench.stats import Floats, ratio_of_rates
 from specbench.workloads import LEAST_TAIL
 
@@ -194,6 +202,20 @@ def _position(p: int, steps: Sequence[Sequence[int]]) -> Position:
     # Without a bonus the output ended behind the accepted tokens: the next was not put to the test.
     reached = sum(min(accepted, committed - 1) >= p - 1 for _, _, accepted, committed, _ in offered)
     return Position(len(offered), reached, sum(step[2] >= p for step in offered))
+
+
+def sum_flops(run: Run, workload: str, method: str) -> Flops | None:
+    """A method's arithmetic on a workload; None where that of an output was not counted."""
+    found = [r.flops for r in run.requests if r.workload == workload and r.method == method]
+    counted = [flops for flops in found if flops]
+    if not found or len(counted) < len(found):
+        return None
+    return Flops(
+        verify=sum(f.verify for f in counted),
+        draft=sum(f.draft for f in counted),
+        rejected=sum(f.rejected for f in counted),
+        vanilla=sum(f.vanilla for f in counted),
+    )
 
 
 def measure_times(run: Run, workload: str, method: str) -> Times | None:

@@ -94,6 +94,29 @@ class Surprise(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flops(_Strict):
+    """The arithmetic of an output, counted from the shapes of what ran (`specbench.arithmetic`)."""
+
+    verify: float
+    """Of the target's forwards."""
+    draft: float
+    rejected: float
+    """Of both, what went into drafts that were not accepted."""
+    vanilla: float
+    """What the same output takes without drafts."""
+
+    @property
+    def total(self) -> float:
+        """Of both, over vanilla's."""
+        return (self.verify + self.draft) / self.vanilla
+
+    @property
+    def rejected_share(self) -> float:
+        """Of all that was done, what went into drafts that were not accepted."""
+        return self.rejected / (self.verify + self.draft)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestRecord(_Strict):
     """What one method made of one request; the same in every round."""
 
@@ -111,6 +134,8 @@ class RequestRecord(_Strict):
     divergence: Divergence | None = None
     surprise: Surprise | None = None
     """Where only the distribution is the target's."""
+    flops: Flops | None = None
+    """None where they cannot be counted."""
 
     def __post_init__(self) -> None:
         for nodes, depth, accepted, committed, matched in self.steps:

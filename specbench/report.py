@@ -15,7 +15,13 @@ from typing import Any
 from rich.console import Console
 
 from specbench.baselines import FOLDER
-from specbench.columns import costs_table, positions_table, ranking_table, results_table
+from specbench.columns import (
+    costs_table,
+    positions_table,
+    prediction_table,
+    ranking_table,
+    results_table,
+)
 from specbench.definitions import DEFINITIONS
 from specbench.describe import describe_workload, differences, provenance_lines, title, warnings
 from specbench.files import write_atomically
@@ -113,7 +119,8 @@ def _remarks(section: Section, results: Sequence[WorkloadResult]) -> Page:
 
 def _workload(workload: WorkloadResult) -> Page:
     methods = workload.methods
-    tables = [results_table(methods), positions_table(methods), costs_table(methods)]
+    draw = (results_table, positions_table, costs_table, prediction_table)
+    tables = [table(methods) for table in draw]
     return [
         Heading(workload.metrics.workload, 2),
         Note(describe_workload(workload)),

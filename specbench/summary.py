@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specbench import metrics, stats
+from specbench.breakdown import Breakdown, Promise, break_down, promise
 from specbench.metrics import Acceptance, Times, WorkloadMetrics
-from specbench.records import BASELINE, Run
+from specbench.records import BASELINE, Flops, Run
 from specbench.stats import Estimate
 
 
@@ -26,6 +27,9 @@ class MethodResult:
     law_p: float | None
     num_failed: int
     extra_bytes: int | None
+    flops: Flops | None
+    promise: Promise | None
+    breakdown: Breakdown | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,4 +107,7 @@ def _method_result(run: Run, workload: str, method: str) -> MethodResult:
         law_p=metrics.law_p_value(run, workload, method),
         num_failed=metrics.count_failures(run, workload, method),
         extra_bytes=about.get("extra_bytes"),
+        flops=metrics.sum_flops(run, workload, method),
+        promise=None if is_baseline else promise(run, workload, method),
+        breakdown=None if is_baseline else break_down(run, workload, method),
     )

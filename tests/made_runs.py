@@ -9,6 +9,7 @@ import numpy as np
 from specbench.records import (
     Divergence,
     FailureRecord,
+    Flops,
     Record,
     ReferenceRecord,
     RequestRecord,
@@ -80,7 +81,9 @@ def output(
     lossless: str = "exact",
     divergence: Divergence | None = None,
 ) -> RequestRecord:
-    """What a method made of a request, from its steps (nodes, depth, accepted, committed)."""
+    """What a method made of a request, from its steps (nodes, depth, accepted, committed). A
+    node's forward is one FLOP, its draft half of one."""
+    nodes, accepted, committed = (sum(step[i] for step in steps) for i in (0, 2, 3))
     return RequestRecord(
         workload=workload,
         request=request,
@@ -90,6 +93,12 @@ def output(
         steps=[[*step, step[2]] for step in steps],
         lossless=lossless,
         divergence=divergence,
+        flops=Flops(
+            verify=len(steps) + nodes,
+            draft=nodes / 2,
+            rejected=1.5 * (nodes - accepted),
+            vanilla=committed,
+        ),
     )
 
 

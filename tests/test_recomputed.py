@@ -46,6 +46,7 @@ def recomputed(folder: Path) -> dict[str, Any]:
     freedom = share * weights.sum() ** 2 / (weights**2).sum()
     reach = np.exp(spread * stats.t.ppf(0.975, freedom))
     passes = times[times.method == METHOD]
+    flops = out.flops.apply(pd.Series)
     seconds = passes.decode_s.sum()
     speed = _speed_up(base, own)
     p_value = 2 * stats.t.sf(abs(np.log(speed)) / spread, freedom)
@@ -70,7 +71,33 @@ def recomputed(folder: Path) -> dict[str, Any]:
         "wasted": f"{1 - total.a / total.n:.1%}",
         "step ms": f"{1000 * seconds / passes.num_forwards.sum():.1f}",
         "prefill ms": f"{1000 * own.prefill_s.sum() / len(own):.1f}",
+        "flops": f"{(flops.verify + flops.draft).sum() / flops.vanilla.sum():.2f}",
+        "rejected": f"{flops.rejected.sum() / (flops.verify + flops.draft).sum():.1%}",
+        "theory": _theory(steps, times[times.method == "vanilla"].sum(numeric_only=True), passes),
     }
+
+
+def _theory(steps: pd.DataFrame, base: Any, passes: pd.DataFrame) -> list[str]:
+    reached = [_reached(steps, p) for p in range(1, int(steps.d.max()) + 1)]
+    taken = [(rows.a >= p).sum() for p, rows in enumerate(reached, start=1)]
+    alpha = sum(taken) / sum(map(len, reached))
+    chances = np.cumprod([t / len(rows) for t, rows in zip(taken, reached, strict=True)])
+    own = passes.sum(numeric_only=True)
+    per_token = own.num_tokens / own.num_forwards
+    step = [1000 * side.filter(like="_s") / side.num_forwards for side in (base, own)]
+    vanilla, mine = (side.draft_s + side.forward_s + side.bookkeeping_s for side in step)
+    beyond = [(step[1][p] - step[0][p]) / per_token for p in ("draft_s", "forward_s")]
+    other = (step[1].bookkeeping_s - step[0].bookkeeping_s) / per_token
+    a_token = vanilla * base.num_forwards / base.num_tokens
+    return [
+        f"{sum(alpha**k for k in range(round(steps.d.mean()) + 1)):.2f}",
+        f"{np.mean([1 + chances[: int(d)].sum() for d in steps.d]):.2f}",
+        f"{steps.c.sum() / len(steps):.2f}",
+        *(f"{ms:.1f}" for ms in (a_token, vanilla / per_token, *beyond, other)),
+        f"{mine / per_token:.1f}",
+        f"{a_token / (vanilla / per_token):.2f}x",
+        f"{a_token / (mine / per_token):.2f}x",
+    ]
 
 
 def _speed_up(base: Any, own: Any) -> float:
@@ -79,9 +106,13 @@ def _speed_up(base: Any, own: Any) -> float:
 
 
 def _conditional(steps: pd.DataFrame, p: int) -> str:
+    reached = _reached(steps, p)
+    return f"{(reached.a >= p).sum() / len(reached):.1%}"
+
+
+def _reached(steps: pd.DataFrame, p: int) -> pd.DataFrame:
     offered = steps[steps.d >= p]
-    reached = offered[np.minimum(offered.a, offered.c - 1) >= p - 1]
-    return f"{(offered.a >= p).sum() / len(reached):.1%}"
+    return offered[np.minimum(offered.a, offered.c - 1) >= p - 1]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -93,7 +124,7 @@ def rows(text: str) -> list[list[str]]:
 
 def test_every_number_of_a_report_is_recomputed_from_the_files(run: Run) -> None:
     want = recomputed(run.folder)
-    results, positions, costs = rows(render([run], "md"))
+    results, positions, costs, theory = rows(render([run], "md"))
     assert results[1:] == [
         want["tau"],
         want["acceptance"],
@@ -104,9 +135,9 @@ def test_every_number_of_a_report_is_recomputed_from_the_files(run: Run) -> None
         "0",
     ]
     assert positions[1:] == [want["tau by prompt"], want["depth"], *want["positions"]]
-    assert costs[1:-1] == [
-        want[name] for name in ("forwards", "nodes", "wasted", "step ms", "prefill ms")
-    ]
+    shown = ("forwards", "nodes", "wasted", "flops", "rejected", "step ms", "prefill ms")
+    assert costs[1:-1] == [want[name] for name in shown]
+    assert theory[1:] == want["theory"]
 
 
 def test_every_number_of_the_committed_leaderboard_is_recomputed() -> None:

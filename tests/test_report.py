@@ -65,10 +65,39 @@ def test_a_method_is_shown_with_all_its_numbers() -> None:
 
 def test_costs_and_positions_have_tables_of_their_own() -> None:
     text = render([made_run(*paired("echo", 1.5))], "md")
+    # 2 forwards of 6 nodes and 4 drafts for 4 tokens; of the drafts 2 were refused.
+    paid = ["2.00", "37.5 %"]
     # One step accepts 2 of 3, the other 0 of 1.
     assert row(text, "echo", 0) == ["echo", "2.00", "2.00", "50.0 %", "100.0 %", "0.0 %"]
-    assert row(text, "echo", 1) == ["echo", "0.500", "1.00", "50.0 %", "2166.7", "500.0", "3.0"]
-    assert row(text, "vanilla", 1) == ["vanilla", "1.000", "0.00", "-", "1625.0", "500.0", "0.0"]
+    assert row(text, "echo", 1) == [
+        "echo",
+        "0.500",
+        "1.00",
+        "50.0 %",
+        *paid,
+        "2166.7",
+        "500.0",
+        "3.0",
+    ]
+    assert row(text, "vanilla", 1) == [
+        "vanilla",
+        "1.000",
+        "0.00",
+        "-",
+        "1.00",
+        "0.0 %",
+        "1625.0",
+        "500.0",
+        "0.0",
+    ]
+
+
+def test_theory_stands_beside_what_was_measured() -> None:
+    text = render([made_run(*paired("echo", 1.5))], "md")
+    tau = ["1.75", "1.75", "2.00"]
+    # A step takes 1625 ms without drafts and 2166.7 ms with them, for 2 tokens.
+    costs = ["1625.0", "812.5", "67.7", "135.4", "67.7", "1083.3"]
+    assert row(text, "echo", 2) == ["echo", *tau, *costs, "2.00x", "1.50x"]
 
 
 def test_json_holds_the_numbers_unrounded_with_what_they_are_made_of() -> None:
@@ -195,7 +224,7 @@ def test_what_was_not_measured_is_a_dash_and_not_a_zero() -> None:
     run = made_run(reference("a"), output("echo", "a", (0, 0, 0, 1)), methods={})
     text = render([run], "md")
     assert row(text, "echo") == ["echo", "1.00", "-", "-", "-", "-", "exact 1/1", "0"]
-    assert row(text, "echo", 1) == ["echo", "-", "0.00", "-", "-", "-", "-"]
+    assert row(text, "echo", 1) == ["echo", "-", "0.00", "-", "1.00", "0.0 %", "-", "-", "-"]
 
 
 def test_failures_are_counted_and_named() -> None:
