@@ -11,7 +11,7 @@ from specbench.learned.eagle_files import load_eagle
 from specbench.learned.layers import open_nodes
 from specbench.target import FINAL, KVCache
 from specbench.training.eagle import EagleRecipe
-from specbench.training.recipe import Options, Sequences, head_rows
+from specbench.training.recipe import Options, Sequences
 from specbench.tree import Tree
 
 UNROLL = 4
@@ -113,7 +113,7 @@ def test_soft_targets_are_the_targets_own_distributions() -> None:
     recipe = new_recipe()
     batch = batch_of(recipe)
     found = recipe.targets.of(batch).at(torch.arange(batch.tokens_BT.shape[1] - 1) + 3)
-    head_Vh = head_rows(recipe.target)
+    head_Vh = recipe.target.model.get_output_embeddings().weight.float()
     ids = recipe.module.d2t + torch.arange(70)
     for m in range(0, len(found.row_M), 7):
         row, entry = int(found.row_M[m]), int(found.entry_M[m])

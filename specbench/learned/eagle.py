@@ -29,8 +29,8 @@ from specbench.learned.layers import (
     Rotations,
     prepare,
 )
+from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, KVCache, Target
-from specbench.training.recipe import head_rows
 
 LAYER_SETTINGS = (
     "vocab_size",
@@ -224,10 +224,10 @@ class EagleHead(nn.Module):
             t2d[ids_D] = True
             self.register_buffer("d2t", ids_D - torch.arange(len(ids_D)))
             self.register_buffer("t2d", t2d)
-        if shape.own_head or self.reduced:
+        if shape.own_head:
             self.lm_head = nn.Linear(hidden, self.num_draft_tokens, bias=False)
-            if not shape.own_head:
-                self.lm_head.weight = nn.Parameter(head_rows(target, ids_D), requires_grad=False)
+        elif ids_D is not None:
+            self.lm_head = frozen_head(target, ids_D, torch.float32)
         self._target = (target,)  # in a tuple: no part of this module
         self._rotary_P2D: torch.Tensor | None = None
 

@@ -100,11 +100,3 @@ def draft_vocabulary(token_counts: torch.Tensor, size: int) -> torch.Tensor:
     size = min(size, len(token_counts))
     order = torch.argsort(token_counts, descending=True, stable=True)
     return order[:size].sort().values
-
-
-def head_rows(target: Target, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of the target's head [D, h], float32; all of them without ids."""
-    head = target.model.get_output_embeddings()
-    assert head is not None
-    weight: torch.Tensor = head.weight.detach()
-    return (weight if ids is None else weight[ids.to(weight.device)]).float()
