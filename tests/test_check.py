@@ -248,6 +248,18 @@ def test_another_machine_leaves_the_speed_open_and_nothing_else() -> None:
     assert check(BEFORE, now, allow=["machine"]).verdict == Verdict.PASS
 
 
+def test_another_machine_may_round_otherwise_but_not_be_lossy() -> None:
+    elsewhere = info("provenance", cpu="Another CPU")
+    done = check(BEFORE, noisy_run(0, draft_seed=1, chance=0.3, **elsewhere), hard_only=True)
+    assert done.verdict == Verdict.INCONCLUSIVE
+    assert {"target forwards", "tau"} <= questions(done, Verdict.INCONCLUSIVE)
+    worse = noisy_run(0, draft_seed=1, chance=0.3)
+    assert check(BEFORE, worse, hard_only=True).verdict == Verdict.FAIL
+    broken = noisy_run(0, **elsewhere)
+    broken.requests[-1] = replace(broken.requests[-1], lossless="broken")
+    assert check(BEFORE, broken, hard_only=True).verdict == Verdict.FAIL
+
+
 def test_a_baseline_that_is_not_as_fast_as_it_was_is_named() -> None:
     slow = [
         replace(t, decode_s=t.decode_s * 2, draft_s=0.0, forward_s=0.0, bookkeeping_s=0.0)
@@ -327,15 +339,19 @@ def test_the_markdown_says_what_did_not_pass() -> None:
 
 
 def test_the_junit_file_has_a_case_for_each_finding() -> None:
-    now = noisy_run(0, chance=LESS_TAU, **info("provenance", cpu="Another CPU"))
-    done = check(BEFORE, now)
-    suite = ElementTree.fromstring(as_junit(done))
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("14", "6", "2")
-    cases = {(case.get("classname"), case.get("name")): case for case in suite}
-    failed = cases["hard.echo.code", "tau"].find("failure")
+    def cases(**info: Any) -> dict[tuple[str | None, str | None], ElementTree.Element]:
+        done = check(BEFORE, noisy_run(0, chance=LESS_TAU, **info))
+        suite = ElementTree.fromstring(as_junit(done))
+        counts.append((suite.get("tests"), suite.get("failures"), suite.get("skipped")))
+        return {(case.get("classname"), case.get("name")): case for case in suite}
+
+    counts: list[tuple[str | None, ...]] = []
+    here, elsewhere = cases(), cases(**info("provenance", cpu="Another CPU"))
+    assert counts == [("14", "6", "0"), ("14", "0", "8")]
+    failed = here["hard.echo.code", "tau"].find("failure")
     assert failed is not None and " -> " in (failed.get("message") or "")
-    assert cases["soft.echo.code", "speed-up"].find("skipped") is not None
-    assert len(cases["hard.echo.code", "lossless"]) == 0
+    assert elsewhere["soft.echo.code", "speed-up"].find("skipped") is not None
+    assert len(here["hard.echo.code", "lossless"]) == 0
 
 
 @pytest.fixture
