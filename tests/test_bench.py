@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specbench import bench
-from specbench.bench import Stopwatch
 from specbench.conformance.models import save_tiny_model
 from specbench.records import (
     FailureRecord,
@@ -20,6 +19,7 @@ from specbench.records import (
     TimingRecord,
 )
 from specbench.shards import Shard, load_workloads, plan_shards
+from specbench.stopwatch import Stopwatch
 from specbench.worker import Worker
 from tests.tiny_runs import (
     chat_prompts,
