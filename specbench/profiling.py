@@ -1,7 +1,7 @@
 """Measures how long forwards and steps take, and how fast a device reads and computes.
 
 What is compared is measured in turns: a round visits the whole grid, so a machine that slows down
-slows all of it. Of every visit the first call is discarded.
+slows all of it. A place's first call is discarded, and the first step of every visit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ _BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}
 """Far more than the caches hold."""
 _MATRIX_WIDTH = {"cpu": 1024, "cuda": 8192}
 _CALLS = 10
+_MOST_PROMPT_TOKENS = 48
 _TEXTS = (
     "The lighthouse keeper counted the ships each evening and wrote their names in a long book.",
     "To bake bread you need flour, water, salt and yeast. First, mix the flour and the salt.",
@@ -58,11 +59,10 @@ def measure_forwards(target: Target, passes: Sequence[Pass], repeats: int) -> li
         return []
     cache = _full_cache(target, passes)
     seconds: dict[Pass, list[float]] = {one: [] for one in passes}
-    for _ in range(repeats):
-        for one in passes:
-            _forward_s(target, cache, one)
-            seconds[one].append(_forward_s(target, cache, one))
-    return [PassTimes(**one._asdict(), seconds=found) for one, found in seconds.items()]
+    for _ in range(1 + repeats):
+        for one, found in seconds.items():
+            found.append(_forward_s(target, cache, one))
+    return [PassTimes(**one._asdict(), seconds=found[1:]) for one, found in seconds.items()]
 
 
 def _full_cache(target: Target, passes: Sequence[Pass]) -> KVCache:
@@ -192,10 +192,13 @@ def _requests(target: Target, num: int, budget: int, seed: int) -> list[Request]
     if target.tokenizer is None:
         raise ValueError(f"target {target.name!r} has no tokenizer; steps are timed on text")
     texts = [_TEXTS[(seed + row) % len(_TEXTS)] for row in range(num)]
+    # Begun again, so that drafters that copy have something to copy.
+    texts = [f"{text}\n{text[: len(text) // 2]}" for text in texts]
+    most = min(_MOST_PROMPT_TOKENS, max(1, target.max_context - budget))
     return [
         Request(
             id=f"profile-{row}",
-            prompt=tuple(target.tokenizer.encode(text)),
+            prompt=tuple(target.tokenizer.encode(text)[-most:]),
             max_new_tokens=budget,
             key=request_key(seed, f"profile-{row}"),
         )
