@@ -4,10 +4,11 @@ measured here."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbench.machines import WIDTHS, Machine, load_machine, load_shape
 from specbench.messages import check_least, option
-from specbench.records import RequestRecord, read_run
+from specbench.records import RequestRecord, read_info, read_run
 from specbench.scenario import (
     ASSUMPTIONS,
     Acceptance,
@@ -19,6 +20,9 @@ from specbench.scenario import (
     make_drafter,
 )
 from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
+
+if TYPE_CHECKING:
+    from specbench.profile import Profile
 
 _DEEPEST, _USUAL_DEPTH = 32, 8
 _CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
@@ -34,6 +38,7 @@ class Setup:
         model, dtype, drafter: how they are called.
         batches: rows.
         assumptions: that the prediction makes.
+        doubts: where what is combined does not belong together.
     """
 
     scenario: Scenario
@@ -42,6 +47,7 @@ class Setup:
     drafter: str
     batches: tuple[int, ...]
     assumptions: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +174,7 @@ class SimulateConfig:
             drafter=self.drafter or measured,
             batches=self.batches or tuple(profile.rows),
             assumptions=prediction.ASSUMPTIONS,
+            doubts=tuple(_doubts(self.run, method or "", profile)) if self.run else (),
         )
 
     def _machine(self, dtype: str) -> Machine:
@@ -205,6 +212,22 @@ class SimulateConfig:
         return [record for record in requests if record.method == method]
 
 
+def _doubts(run: Path, method: str, profile: "Profile") -> list[str]:
+    """In what a run is not of what was profiled."""
+    info, doubts = read_info(run), []
+    if info["target"].get("weights_sha256") != profile.target["weights_sha256"]:
+        doubts.append("the run's target has other weights, or another dtype, than the profile's")
+    ran, profiled = info["methods"].get(method, {}), profile.methods.get(method, {})
+    differing = [
+        f"{key} {ran[key]} and {profiled[key]}"
+        for key in ran
+        if key in profiled and key != "depth" and ran[key] != profiled[key]
+    ]
+    if differing:
+        doubts.append(f"{method} ran and was profiled in other settings: {'; '.join(differing)}")
+    return doubts
+
+
 def simulate(config: SimulateConfig) -> Page:
     """What is predicted, as a page."""
     setup = config.setup()
@@ -224,6 +247,7 @@ def simulate(config: SimulateConfig) -> Page:
             f"{machine.overhead_s * 1e6:.0f} us for each layer of a pass"
         ),
         Note(f"drafter: {setup.drafter}; acceptance: {_source(config)}"),
+        *(Note(doubt, "strong") for doubt in setup.doubts),
         _batches(points),
         _depths(points, scenario.acceptance, ends),
         Note(_crossover(points, ends), "strong"),

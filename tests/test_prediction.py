@@ -156,6 +156,21 @@ def test_the_command_says_that_steps_are_interpolated(
     assert "interpolated from the profile, not modelled" in shown
     assert "vendor's peaks" not in shown
     assert "drafter: echo, as profiled" in shown and "| 3 | 2.00 |" in shown
+    assert "the run's target has other weights" in shown and "other settings" not in shown
+
+
+def test_what_does_not_belong_together_is_said(path: Path, tmp_path: Path) -> None:
+    records: list[Record] = [reference("a"), output("echo", "a", (3, 3, 2, 3), (1, 1, 0, 1))]
+    target = {"name": "tiny", "dtype": "float32", "weights_sha256": "ab" * 32}
+    settings = {"depth": 7, "match": 2}
+    for name, match in [("same", 2), ("other", 5)]:
+        write_profile(path, linear_profile(methods={"echo": {"depth": 4, "match": match}}))
+        run = tmp_path / name
+        filed_run(run, records, target=target, methods={"echo": settings})
+        doubts = SimulateConfig(run=run, profile=path).setup().doubts
+        assert doubts == (
+            ("echo ran and was profiled in other settings: match 2 and 5",) if match == 5 else ()
+        )
 
 
 @pytest.mark.parametrize(
