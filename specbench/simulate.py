@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _DEEPEST, _USUAL_DEPTH = 32, 8
 _CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
+_MAY_DIFFER = ("depth", "source_sha256")
+"""Settings of a method that need not be alike in a run and a profile: depth is what is varied."""
 _OF_PROFILE = ("model", "device", "devices", "dtype", *_CUSTOM)
 
 
@@ -221,7 +223,7 @@ def _doubts(run: Path, method: str, profile: "Profile") -> list[str]:
     differing = [
         f"{key} {ran[key]} and {profiled[key]}"
         for key in ran
-        if key in profiled and key != "depth" and ran[key] != profiled[key]
+        if key in profiled and key not in _MAY_DIFFER and ran[key] != profiled[key]
     ]
     if differing:
         doubts.append(f"{method} ran and was profiled in other settings: {'; '.join(differing)}")
