@@ -1,17 +1,14 @@
 """Measures one shard: a reference pass for each request, then rotated timed passes of all methods.
-The only clock.
 
 Everything that is compared runs in one process, on one device, in turns.
 """
 
 import contextlib
 import math
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,6 +30,7 @@ from specbench.records import (
 )
 from specbench.sampling import Sampling, request_key
 from specbench.shards import Shard, request_ids
+from specbench.stopwatch import Stopwatch
 from specbench.target import Target
 from specbench.workloads import Prompt, Workload, build_prompt, is_looping
 
@@ -40,35 +38,6 @@ _WARM_UP = (
     "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy cat."
 )
 _WARM_UP_TOKENS, _WARM_UP_ROWS = 8, 16
-
-
-class Stopwatch:
-    """Seconds by phase. On a GPU it marks the stream and waits once, at the end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = [("", self._mark())]
-
-    def lap(self, phase: str) -> None:
-        """Ends a phase."""
-        self._marks.append((phase, self._mark()))
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self) -> dict[str, float]:
-        """The sum of each phase's laps."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        total: dict[str, float] = {}
-        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            lap = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
-            total[phase] = total.get(phase, 0.0) + lap
-        return total
 
 
 @dataclass(frozen=True)

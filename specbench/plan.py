@@ -218,7 +218,7 @@ def new(config: RunConfig, folder: Path) -> Plan:
     started = provenance.collect()
     _check_free(folder)
     workloads, shards = _load(config)
-    _check_writable(folder)
+    check_writable(folder)
     return Plan(config, folder, workloads, shards, deque(shards), started)
 
 
@@ -244,7 +244,7 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
             f"{folder} cannot go on: its workloads are cut into other shards now; "
             "start a new run with --out"
         )
-    _check_writable(folder)
+    check_writable(folder)
     pending = deque(shard for shard in shards if shard.id in damaged)
     notes = [f"measured again: {reason}" for reason in damaged.values() if reason]
     notes += [
@@ -305,8 +305,12 @@ def _check_free(folder: Path) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
-    """Makes and removes a file in the folder, or in the first one above it that there is."""
+def check_writable(folder: Path) -> None:
+    """Makes and removes a file in the folder, or in the first one above it that there is.
+
+    Raises:
+        ValueError: that fails.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

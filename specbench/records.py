@@ -25,7 +25,7 @@ BASELINE = "vanilla"
 LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
 
 
-class _Strict:
+class Strict:
     """Files are read as they were written: no other type, no unknown field, no NaN."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
@@ -34,7 +34,7 @@ class _Strict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceRecord(_Strict):
+class ReferenceRecord(Strict):
     """The untimed vanilla pass of one request."""
 
     workload: str
@@ -54,7 +54,7 @@ class ReferenceRecord(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(_Strict):
+class Divergence(Strict):
     """Where an output first differs from the reference, and by how much the target preferred the
     reference's token."""
 
@@ -77,7 +77,7 @@ class Divergence(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surprise(_Strict):
+class Surprise(Strict):
     """How surprising an output's tokens were to the target, each given all before it: sums over the
     output. The more outputs, the nearer comes (nats - expected) / sqrt(variance) to a standard
     normal number, if and only if the tokens are as surprising as the target's distribution says."""
@@ -94,7 +94,7 @@ class Surprise(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flops(_Strict):
+class Flops(Strict):
     """The arithmetic of an output, counted from the shapes of what ran (`specbench.arithmetic`)."""
 
     verify: float
@@ -117,7 +117,7 @@ class Flops(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(_Strict):
+class RequestRecord(Strict):
     """What one method made of one request; the same in every round."""
 
     workload: str
@@ -150,7 +150,7 @@ class RequestRecord(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingRecord(_Strict):
+class TimingRecord(Strict):
     """One timed pass of one method over one batch of requests."""
 
     workload: str
@@ -176,7 +176,7 @@ class TimingRecord(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureRecord(_Strict):
+class FailureRecord(Strict):
     """A request that could not be decoded: a reason, and no number."""
 
     workload: str
@@ -187,7 +187,7 @@ class FailureRecord(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourceRecord(_Strict):
+class ResourceRecord(Strict):
     """What the worker that decoded a shard had used by its end."""
 
     peak_memory_mib: float

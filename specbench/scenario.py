@@ -256,20 +256,22 @@ class Scenario:
 
     def step(self, batch: int, depth: int) -> StepCost:
         """What a step costs."""
-        draft_s = 0.0
-        if depth:
-            unseen = round(self.acceptance.tokens(depth))
-            draft = Draft(
-                rows=batch,
-                levels=[1] * depth,
-                context=self.context,
-                unseen=min(unseen, self.context),
-                width=self.width,
-            )
-            draft_s = self.drafter.seconds(self.machine, draft)
-        return StepCost(
-            draft_s, self.machine.seconds(self.verify(batch, depth), self.target.num_layers)
+        forward_s = self.machine.seconds(self.verify(batch, depth), self.target.num_layers)
+        return StepCost(self.draft_s(batch, depth), forward_s)
+
+    def draft_s(self, batch: int, depth: int) -> float:
+        """Seconds of drafting."""
+        if not depth:
+            return 0.0
+        unseen = round(self.acceptance.tokens(depth))
+        draft = Draft(
+            rows=batch,
+            levels=[1] * depth,
+            context=self.context,
+            unseen=min(unseen, self.context),
+            width=self.width,
         )
+        return self.drafter.seconds(self.machine, draft)
 
     def verify(self, batch: int, depth: int) -> Cost:
         """Of the target's pass; between whole numbers of nodes it is interpolated."""

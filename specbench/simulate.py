@@ -1,13 +1,14 @@
 """`specbench simulate`: its settings, and the page that shows what is predicted. Nothing is
-measured."""
+measured here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbench.machines import WIDTHS, Machine, load_machine, load_shape
-from specbench.messages import check_least
-from specbench.records import read_run
+from specbench.messages import check_least, option
+from specbench.records import RequestRecord, read_info, read_run
 from specbench.scenario import (
     ASSUMPTIONS,
     Acceptance,
@@ -20,8 +21,35 @@ from specbench.scenario import (
 )
 from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
 
-_DEEPEST = 32
+if TYPE_CHECKING:
+    from specbench.profile import Profile
+
+_DEEPEST, _USUAL_DEPTH = 32, 8
 _CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
+_MAY_DIFFER = ("depth", "source_sha256")
+"""Settings of a method that need not be alike in a run and a profile: depth is what is varied."""
+_OF_PROFILE = ("model", "device", "devices", "dtype", *_CUSTOM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is simulated, with everything filled in that was not said.
+
+    Args:
+        scenario: what is predicted from.
+        model, dtype, drafter: how they are called.
+        batches: rows.
+        assumptions: that the prediction makes.
+        doubts: where what is combined does not belong together.
+    """
+
+    scenario: Scenario
+    model: str
+    dtype: str
+    drafter: str
+    batches: tuple[int, ...]
+    assumptions: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,69 +62,126 @@ class SimulateConfig:
         bandwidth_gb_s, tflops, overhead_us: another device; all three.
         devices: how many of them hold the model.
         dtype: of weights and cache.
-        drafter: see `specbench.scenario.make_drafter`.
+        profile: a file of `specbench profile`, in place of model, device and dtype.
+        drafter: see `specbench.scenario.make_drafter`; by default what is looked up, or what the
+            profile has of the method.
         acceptance: the chance at each position; beyond the last, the last.
         run: a folder with recorded steps, in place of ``acceptance``.
         method, workload: whose; by default all workloads, and the one method that drafts.
-        batches: rows.
-        context: tokens of each row.
-        depth: the deepest draft; by default 8, or as deep as the recorded ones.
+        batches: rows; by default those of the profile, or up to 256.
+        context: tokens of each row; by default the shortest of the profile, or 1024.
+        depth: the deepest draft; by default 8, or as deep as the recorded and profiled ones.
     """
 
-    model: str = "llama-3.1-70b"
-    device: str = "H200"
+    model: str | None = None
+    device: str | None = None
     bandwidth_gb_s: float | None = None
     tflops: float | None = None
     overhead_us: float | None = None
-    devices: int = 1
-    dtype: str = "bfloat16"
-    drafter: str = "0"
+    devices: int | None = None
+    dtype: str | None = None
+    profile: Path | None = None
+    drafter: str | None = None
     acceptance: tuple[float, ...] = ()
     run: Path | None = None
     method: str | None = None
     workload: str | None = None
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    context: int = 1024
+    batches: tuple[int, ...] = ()
+    context: int | None = None
     depth: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "context"):
-            check_least(name, getattr(self, name), 1)
+            if getattr(self, name) is not None:
+                check_least(name, getattr(self, name), 1)
         for batch in self.batches:
             check_least("batches", batch, 1)
         if self.depth is not None and not 1 <= self.depth <= _DEEPEST:
             raise ValueError(f"--depth {self.depth} is out of range; valid: 1..{_DEEPEST}")
-        if self.dtype not in WIDTHS:
+        if self.dtype not in (None, *WIDTHS):
             raise ValueError(f"unknown dtype {self.dtype!r}; valid: {', '.join(WIDTHS)}")
         if (self.run is None) == (not self.acceptance):
             raise ValueError("acceptance is not given, or twice; valid: --acceptance or a run")
-        if self.run is None and (self.method or self.workload):
+        if self.run is None and (self.workload or (self.method and self.profile is None)):
             raise ValueError("--method and --workload say what of a run is replayed; name a run")
+        if self.profile and (said := [name for name in _OF_PROFILE if getattr(self, name)]):
+            raise ValueError(
+                f"{', '.join(map(option, said))}: the profile says that; leave it out, or --profile"
+            )
         given = [name for name in _CUSTOM if getattr(self, name) is not None]
         if given and len(given) < len(_CUSTOM):
             raise ValueError(
                 "another device takes all of --bandwidth-gb-s, --tflops and --overhead-us"
             )
 
-    def scenario(self) -> Scenario:
+    def setup(self) -> Setup:
         """All of it, loaded.
 
         Raises:
-            ValueError: there is no such model, device, drafter, run or method in it.
+            ValueError: there is no such model, device, drafter, profile, run or method in it, or
+            the profile has nothing so large.
         """
-        target, width = load_shape(self.model), WIDTHS[self.dtype]
-        return Scenario(
-            machine=self._machine().times(self.devices),
+        return self._modelled() if self.profile is None else self._profiled(self.profile)
+
+    def _modelled(self) -> Setup:
+        model, dtype = self.model or "llama-3.1-70b", self.dtype or "bfloat16"
+        target, width, drafter = load_shape(model), WIDTHS[dtype], self.drafter or "0"
+        scenario = Scenario(
+            machine=self._machine(dtype).times(self.devices or 1),
             target=target,
-            drafter=make_drafter(self.drafter, target, width),
-            acceptance=self._acceptance(),
-            context=self.context,
+            drafter=make_drafter(drafter, target, width),
+            acceptance=self._acceptance(self._recorded(), self.depth),
+            context=self.context or 1024,
             width=width,
         )
+        batches = self.batches or (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        return Setup(
+            scenario=scenario,
+            model=model,
+            dtype=dtype,
+            drafter=drafter,
+            batches=batches,
+            assumptions=ASSUMPTIONS,
+        )
 
-    def _machine(self) -> Machine:
+    def _profiled(self, path: Path) -> Setup:
+        # torch comes with these.
+        from specbench import prediction, roofline
+        from specbench.profile import load_profile
+
+        profile = load_profile(path)
+        recorded = self._recorded()
+        method = recorded[0].method if recorded else self.method
+        context = self.context or prediction.Forwards(profile).contexts[0]
+        # A drafter that is named counts, whatever was measured.
+        steps = prediction.Steps(profile, "" if self.drafter else method or "", context)
+        if method and not (self.drafter or steps.knows_drafts):
+            raise ValueError(f"{prediction.unknown_drafts(profile, method)}, or a --drafter")
+        depth = self.depth or min(_DEEPEST if recorded else _USUAL_DEPTH, steps.deepest)
+        width = WIDTHS[profile.dtype]
+        scenario = prediction.ProfiledScenario(
+            machine=roofline.machine(profile),
+            target=profile.shape,
+            drafter=make_drafter(self.drafter or "0", profile.shape, width),
+            acceptance=self._acceptance(recorded, depth),
+            context=context,
+            width=width,
+            steps=steps,
+        )
+        measured = f"{method}, as profiled" if steps.knows_drafts else "0"
+        return Setup(
+            scenario=scenario,
+            model=str(profile.target["name"]),
+            dtype=profile.dtype,
+            drafter=self.drafter or measured,
+            batches=self.batches or tuple(profile.rows),
+            assumptions=prediction.ASSUMPTIONS,
+            doubts=tuple(_doubts(self.run, method or "", profile)) if self.run else (),
+        )
+
+    def _machine(self, dtype: str) -> Machine:
         if self.bandwidth_gb_s is None or self.tflops is None or self.overhead_us is None:
-            return load_machine(self.device, self.dtype)
+            return load_machine(self.device or "H200", dtype)
         return Machine(
             name="custom device",
             bandwidth=self.bandwidth_gb_s * 1e9,
@@ -104,9 +189,15 @@ class SimulateConfig:
             overhead_s=self.overhead_us * 1e-6,
         )
 
-    def _acceptance(self) -> Acceptance:
+    def _acceptance(self, recorded: Sequence[RequestRecord], depth: int | None) -> Acceptance:
+        if recorded:
+            return Replayed(recorded, depth)
+        return Given(self.acceptance, depth or _USUAL_DEPTH)
+
+    def _recorded(self) -> list[RequestRecord]:
+        """What one method made of the run's requests; nothing without a run."""
         if self.run is None:
-            return Given(self.acceptance, self.depth or 8)
+            return []
         requests = [
             record
             for record in read_run(self.run).requests
@@ -120,32 +211,50 @@ class SimulateConfig:
                 f"{f' on workload {self.workload!r}' if self.workload else ''}; valid: --method "
                 f"{', '.join(drafting) or '(nothing was drafted)'}"
             )
-        return Replayed([record for record in requests if record.method == method], self.depth)
+        return [record for record in requests if record.method == method]
+
+
+def _doubts(run: Path, method: str, profile: "Profile") -> list[str]:
+    """In what a run is not of what was profiled."""
+    info, doubts = read_info(run), []
+    if info["target"].get("weights_sha256") != profile.target["weights_sha256"]:
+        doubts.append("the run's target has other weights, or another dtype, than the profile's")
+    ran, profiled = info["methods"].get(method, {}), profile.methods.get(method, {})
+    differing = [
+        f"{key} {ran[key]} and {profiled[key]}"
+        for key in ran
+        if key in profiled and key not in _MAY_DIFFER and ran[key] != profiled[key]
+    ]
+    if differing:
+        doubts.append(f"{method} ran and was profiled in other settings: {'; '.join(differing)}")
+    return doubts
 
 
 def simulate(config: SimulateConfig) -> Page:
     """What is predicted, as a page."""
-    scenario = config.scenario()
-    points = [scenario.at(batch) for batch in sorted(set(config.batches))]
+    setup = config.setup()
+    scenario = setup.scenario
+    points = [scenario.at(batch) for batch in sorted(set(setup.batches))]
     target, machine = scenario.target, scenario.machine
     ends = crossovers(points)
     return [
-        Heading(f"Predicted, not measured: {config.model} on {machine.name}", 1),
+        Heading(f"Predicted, not measured: {setup.model} on {machine.name}", 1),
         Note(
             f"target: {_billions(target.num_weights)} weights, "
-            f"{_billions(target.num_active_weights)} of them active, in {config.dtype}; context "
-            f"{config.context}"
+            f"{_billions(target.num_active_weights)} of them active, in {setup.dtype}; context "
+            f"{scenario.context}"
         ),
         Note(
-            f"machine: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.0f} TFLOP/s, "
+            f"machine: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.3g} TFLOP/s, "
             f"{machine.overhead_s * 1e6:.0f} us for each layer of a pass"
         ),
-        Note(f"drafter: {config.drafter}; acceptance: {_source(config)}"),
+        Note(f"drafter: {setup.drafter}; acceptance: {_source(config)}"),
+        *(Note(doubt, "strong") for doubt in setup.doubts),
         _batches(points),
         _depths(points, scenario.acceptance, ends),
         Note(_crossover(points, ends), "strong"),
         Heading("Assumptions", 3),
-        *(Note(assumption) for assumption in ASSUMPTIONS),
+        *(Note(assumption) for assumption in setup.assumptions),
     ]
 
 

@@ -32,6 +32,20 @@ class Interval(NamedTuple):
     high: float
 
 
+class Spread(NamedTuple):
+    """Median and quartiles of samples."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Of one sample at least."""
+    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
+    return Spread(middle, low, high)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A ratio and how well it is known.

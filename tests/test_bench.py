@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbench import bench
-from specbench.bench import Stopwatch
+from specbench import stopwatch
 from specbench.conformance.models import save_tiny_model
 from specbench.records import (
     FailureRecord,
@@ -20,6 +19,7 @@ from specbench.records import (
     TimingRecord,
 )
 from specbench.shards import Shard, load_workloads, plan_shards
+from specbench.stopwatch import Stopwatch
 from specbench.worker import Worker
 from tests.tiny_runs import (
     chat_prompts,
@@ -254,7 +254,7 @@ def test_phases_add_up_to_the_decode_time(measure: Measure) -> None:
 def test_the_stopwatch_sums_each_phase_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every moment belongs to the phase that ends next."""
     moments = iter([10.0, 11.0, 13.0, 17.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(moments))
     watch = Stopwatch(torch.device("cpu"))
     for phase in ("draft", "forward", "draft"):
         watch.lap(phase)

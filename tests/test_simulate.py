@@ -205,8 +205,8 @@ def test_bad_input_is_one_line(
 
 def test_another_device_is_described() -> None:
     config = SimulateConfig(acceptance=(0.5,), bandwidth_gb_s=100, tflops=1, overhead_us=5)
-    machine = config.scenario().machine
+    machine = config.setup().scenario.machine
     assert (machine.bandwidth, machine.rate, machine.overhead_s) == pytest.approx(
         (1e11, 1e12, 5e-6)
     )
-    assert config.scenario().at(1).fits is None
+    assert config.setup().scenario.at(1).fits is None

@@ -31,15 +31,17 @@ def add(commands: Commands) -> None:
     add("--bandwidth-gb-s", metavar="G", type=float, help="of another device")
     add("--tflops", metavar="F", type=float, help="of another device")
     add("--overhead-us", metavar="U", type=float, help="of its passes, for each layer")
+    add("--profile", metavar="FILE", type=Path, help="of `specbench profile`, for this machine")
     add("--dtype", metavar="D", help="float32, bfloat16 or float16 (bfloat16)")
     add(
         "--drafter",
         metavar="R",
-        help="cost of a level over the target's step (0: look-up), heads, features or a model",
+        help="cost of a level over the target's step (0: look-up), heads, features or a model; "
+        "with a profile, in place of what it has of the method",
     )
-    add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,...,256)")
-    add("--context", metavar="N", type=int, help="tokens of each row (1024)")
-    add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded)")
+    add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,...,256, or profiled)")
+    add("--context", metavar="N", type=int, help="tokens of each row (1024, or profiled)")
+    add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded and profiled)")
     simulate.add_argument("--format", choices=("rich", "md"), default="rich")
 
 

@@ -39,7 +39,7 @@ class StepTable:
         self.seconds = [[seconds[r, n] for n in self.nodes] for r in self.rows]
         self.padded = padded
 
-    def step_s(self, nodes: Sequence[int]) -> float:
+    def step_s(self, nodes: Sequence[float]) -> float:
         """As the table has it."""
         width = max(nodes) if self.padded else sum(nodes) / len(nodes)
         by_rows = [np.interp(width, self.nodes, row) for row in self.seconds]

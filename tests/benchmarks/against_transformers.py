@@ -19,6 +19,7 @@ from specbench import registry
 from specbench.decode import Decoder
 from specbench.depth import Fixed
 from specbench.method import Method, Request
+from specbench.profiling import measure_bandwidth
 from specbench.sampling import Sampling
 from specbench.target import DTYPES, Target, load_target
 from specbench.target.loading import DEFAULT_TARGET, resolve
@@ -150,20 +151,15 @@ def _steps(target: Target) -> None:
     cache.add_row()
     target.prefill(range(100, 356), cache, 0)
     times: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    memory: list[float] = []
-    block = torch.ones(2**26)
     for _ in range(40):
         for width in WIDTHS:
             begin = time.perf_counter()
             target.forward(torch.full((1, width), 7), [Tree.chain(width - 1)], cache)
             times[width].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        block.sum()
-        memory.append(4 * len(block) / (time.perf_counter() - begin))
     for width in WIDTHS[1:]:
         ratios = [t / one for t, one in zip(times[width], times[1], strict=True)]
         print(f"  a step of {width:2} nodes: {_spread(ratios)} times a step of one")
-    one_s, bandwidth = statistics.median(times[1]), statistics.median(memory)
+    one_s, bandwidth = statistics.median(times[1]), measure_bandwidth(target.device)
     floor_s = target.num_weight_bytes / bandwidth
     print(
         f"  one node {one_s * 1e3:.1f} ms; floor {floor_s * 1e3:.1f} ms "

@@ -1,0 +1,248 @@
+"""Speed-ups predicted from a profile: steps interpolated between those that were measured. Pure
+functions; nothing is modelled but what the profile has not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+
+import numpy as np
+
+from specbench.depth import StepTable
+from specbench.messages import suggest
+from specbench.profile import Profile, StepSamples, step_table
+from specbench.records import BASELINE, RequestRecord
+from specbench.scenario import Scenario
+from specbench.theory import StepCost
+from specbench.trace import Running, Span, Trace, play, read_traces, span
+
+ASSUMPTIONS = (
+    "steps are interpolated from the profile, not modelled: linearly between the batches, tokens "
+    "and contexts that were measured; nothing is said beyond them",
+    "a profiled method drafts, verifies and keeps its books as long as in its profiled steps; its "
+    "forwards are scaled, by the grid of forwards, to the nodes and the context asked for",
+    "a method that is not in the profile takes vanilla's forwards and bookkeeping, and drafts as "
+    "long as the drafter named, by a roofline of the measured bandwidth and rate",
+    "memory is counted, and what a pass waits for is said by that roofline",
+    "all rows have the same context; sampling and prefill take no time",
+    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
+    "depth would have been right at the same positions; those never tested are right as often",
+    "a profiled method that drafts more nodes than levels drafts trees of as many nodes",
+)
+
+
+class Forwards:
+    """Seconds of a target's forwards, between those of a profile. Contexts whose grid has a gap,
+    where the target's context had no room, are left out.
+
+    Args:
+        profile: has a context without a gap.
+
+    Raises:
+        ValueError: it has none.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.rows = profile.rows
+        self.tokens = sorted({one.tokens for one in profile.passes})
+        self._tables = {}
+        for context in profile.contexts:
+            seconds = {
+                (one.rows, one.tokens - 1): median(one.seconds)
+                for one in profile.passes
+                if one.context == context
+            }
+            if len(seconds) == len(self.rows) * len(self.tokens):
+                self._tables[context] = StepTable(seconds)
+        if not self._tables:
+            raise ValueError("no context of the profile has all batches and tokens")
+        self.contexts = list(self._tables)
+
+    def seconds(self, rows: int, tokens: float, context: float) -> float:
+        """Of a forward.
+
+        Args:
+            rows: within the profile's.
+            tokens: of each row, between whole numbers too; within the profile's.
+            context: of each row; the nearest of the profile's where it is beyond them.
+
+        Raises:
+            ValueError: the profile has no forwards so large or so small.
+        """
+        check_within("batch", rows, self.rows)
+        check_within("tokens", tokens, self.tokens)
+        found = [self._tables[one].step_s([tokens - 1] * rows) for one in self.contexts]
+        return float(np.interp(context, self.contexts, found))
+
+
+def check_within(what: str, value: float, grid: Sequence[float]) -> None:
+    """Holds a number to a profile's grid.
+
+    Raises:
+        ValueError: it is beyond.
+    """
+    if not grid[0] <= value <= grid[-1]:
+        raise ValueError(
+            f"{what} {value:g} is beyond the profile; valid: {grid[0]:g}..{grid[-1]:g}, or a new "
+            "`specbench profile`"
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps take, by a profile.
+
+    Args:
+        profile: as measured.
+        method: whose; one that the profile has not takes what vanilla's do, and drafts for
+            nothing.
+        context: tokens of each row.
+
+    Raises:
+        ValueError: the context is beyond the profile.
+    """
+
+    profile: Profile
+    method: str
+    context: int
+
+    def __post_init__(self) -> None:
+        check_within("--context", self.context, self.forwards.contexts)
+
+    @cached_property
+    def forwards(self) -> Forwards:
+        """The target's."""
+        return Forwards(self.profile)
+
+    @property
+    def knows_drafts(self) -> bool:
+        """Whether the method's own drafts were measured."""
+        return any(one.depth for one in self.profile.steps.get(self.method, ()))
+
+    @property
+    def deepest(self) -> int:
+        """The deepest draft that something is known of."""
+        if self.knows_drafts:
+            return max(one.depth for one in self._own)
+        return self.forwards.tokens[-1] - 1
+
+    def cost(self, rows: int, depth: int, nodes: float) -> StepCost:
+        """Of a step.
+
+        Args:
+            rows: decoded together.
+            depth: that each may draft.
+            nodes: drafted of each; of trees, those of the profile.
+
+        Raises:
+            ValueError: it is beyond the profile.
+        """
+        check_within("batch", rows, self.forwards.rows)
+        check_within("--depth", depth, [0, self.deepest])
+        if not self._own:
+            return StepCost(0.0, self._grid_s(rows, nodes, self.context))
+        known = depth if self.knows_drafts else 0
+        draft_s, forward_s, bookkeeping_s, own_nodes = (
+            table.step_s([known] * rows) for table in self._parts
+        )
+        wanted = own_nodes if own_nodes > known else nodes
+        own_context = fmean(one.context for one in self._own)
+        forward_s *= self._grid_s(rows, wanted, self.context)
+        forward_s /= self._grid_s(rows, own_nodes, own_context)
+        return StepCost(draft_s if depth else 0.0, forward_s, bookkeeping_s)
+
+    def _grid_s(self, rows: int, nodes: float, context: float) -> float:
+        return self.forwards.seconds(rows, min(1 + nodes, self.forwards.tokens[-1]), context)
+
+    @cached_property
+    def _own(self) -> Sequence[StepSamples]:
+        """Steps of the method, else of vanilla, else none."""
+        steps = self.profile.steps
+        return steps.get(self.method) or steps.get(BASELINE) or ()
+
+    @cached_property
+    def _parts(self) -> tuple[StepTable, StepTable, StepTable, StepTable]:
+        """Seconds of drafting, forward and bookkeeping, and drafted nodes."""
+        return (
+            step_table(self._own, lambda one: one.draft_s),
+            step_table(self._own, lambda one: one.forward_s),
+            step_table(self._own, lambda one: one.bookkeeping_s),
+            step_table(self._own, lambda one: [fmean(one.nodes)]),
+        )
+
+
+def unknown_drafts(profile: Profile, method: str) -> str:
+    """Says that a profile lacks a method's drafts."""
+    drafting = [name for name, steps in profile.steps.items() if any(one.depth for one in steps)]
+    return (
+        f"the profile has no drafts of method {method!r}{suggest(method, drafting)}; valid: "
+        f"{', '.join(drafting) or '(nothing was drafted)'}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledScenario(Scenario):
+    """Speculation on a machine that was profiled.
+
+    Args:
+        steps: what steps take. The drafter counts only where they do not know the method's drafts.
+    """
+
+    steps: Steps
+
+    def step(self, batch: int, depth: int) -> StepCost:
+        """What a step costs."""
+        nodes = self.acceptance.nodes(depth) if depth else 0.0
+        cost = self.steps.cost(batch, depth, nodes)
+        if self.steps.knows_drafts:
+            return cost
+        return cost._replace(draft_s=self.draft_s(batch, depth))
+
+
+def predict(
+    profile: Profile,
+    method: str,
+    records: Sequence[RequestRecord],
+    batch: int,
+    depth: int,
+    context: int | None = None,
+) -> float:
+    """The speed-up over vanilla at the same batch that a profile promises: recorded outputs are
+    replayed in batches as a run decodes them, until the last row of each has ended.
+
+    Args:
+        profile: of the machine; the method among what was measured.
+        method: whose steps are taken.
+        records: its own, of requests in the order in which they are batched.
+        batch: rows at a time.
+        depth: of every draft.
+        context: tokens of each row; None for the shortest that was profiled.
+
+    Raises:
+        ValueError: the profile lacks the method, or has nothing so large; or there is no record.
+    """
+    shortest = Forwards(profile).contexts[0]
+    steps = Steps(profile, method, shortest if context is None else context)
+    if not steps.knows_drafts:
+        raise ValueError(unknown_drafts(profile, method))
+    traces = read_traces(records)
+    if not traces:
+        raise ValueError(f"there is no recorded output of method {method!r} to replay")
+    chunks = [traces[begin : begin + batch] for begin in range(0, len(traces), batch)]
+    vanilla_s, own_s = (
+        sum(_replay_s(chunk, levels, steps) for chunk in chunks) for levels in (0, depth)
+    )
+    return vanilla_s / own_s
+
+
+def _replay_s(traces: Sequence[Trace], depth: int, steps: Steps) -> float:
+    """Seconds of one batch."""
+
+    def decide(rows: Sequence[Running]) -> list[Span]:
+        return [span(traces[row.trace], row.position, depth) for row in rows]
+
+    def step_s(nodes: Sequence[int]) -> float:
+        # A forward is as wide as its widest row.
+        return steps.cost(len(nodes), depth, max(nodes)).total_s
+
+    return play(traces, len(traces), decide, step_s).seconds
