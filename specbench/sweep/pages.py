@@ -32,7 +32,7 @@ LEGEND = (
     "cost what vanilla's does and rows ended alike; the ideal one has the rows as they ended",
     "ideal + draft + verify + other = ms of a token of the batch: ideal is vanilla's step over the "
     "tokens of the method's; verify is what forwards cost beyond those of one node a row; other is "
-    "bookkeeping beyond vanilla's. Rounds are pooled there; the speed-ups above take the median round",
+    "bookkeeping beyond vanilla's. Rounds are pooled there; elsewhere the median one counts",
 )
 
 
@@ -60,9 +60,10 @@ def page(runs: Mapping[int, Run], points: Points, notes: Sequence[str] = ()) -> 
 
 def _doubts(runs: Mapping[int, Run]) -> Iterator[str]:
     """What a report warns of in each run, but for its speed-ups: these are judged here."""
-    for batch, run in runs.items():
+    for run in runs.values():
+        name = f"{run.folder.name}: "
         for warning in warnings(Section([run], run, []), []):
-            yield f"batch size {batch}: {warning}"
+            yield name + warning.removeprefix(name)
 
 
 def _workload(workload: WorkloadPoints) -> Iterator[Heading | Note | Table]:
