@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from specbench import registry
 from specbench.conformance.models import save_tiny_model
 from specbench.records import Run
 from specbench.sweep import plots, running
@@ -100,6 +101,26 @@ def test_tree_sizes_are_for_methods_that_draft_trees(tiny: dict[str, str]) -> No
     )
     (reason,) = asked.left_out().values()
     assert "draft_model@d3n2: 2 nodes reach no depth of 3" in reason
+
+
+@pytest.mark.parametrize(
+    ("method", "knobs", "expected"),
+    [
+        ("ngram", {}, False),
+        ("ngram", {"branches": "2"}, True),
+        ("draft_model", {"branching": ""}, False),
+        ("early_exit", {"branching": "1,2"}, True),
+        ("eagle", {}, True),
+        ("eagle", {"tree": "chain"}, False),
+        ("medusa", {}, True),
+        ("vanilla", {}, False),
+    ],
+)
+def test_a_config_knows_whether_it_drafts_trees(
+    method: str, knobs: dict[str, str], expected: bool
+) -> None:
+    found = registry.make_config(method, registry.load_method(method), knobs)
+    assert found.drafts_trees is expected
 
 
 def test_a_depth_that_a_method_cannot_have_is_that_point_lost(tiny: dict[str, str]) -> None:
