@@ -90,6 +90,11 @@ class EagleConfig(BranchingConfig):
                 "drawn drafts need a chain or a static tree with branching; valid: drafts=top"
             )
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Unless it is told to draft a chain."""
+        return self.tree != "chain"
+
 
 class Eagle(Method):
     """An EAGLE head drafts for the target."""

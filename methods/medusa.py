@@ -52,6 +52,11 @@ class MedusaConfig(MethodConfig):
                 f"epsilon {self.epsilon}, delta {self.delta} are out of range; valid: above 0"
             )
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Of ranks."""
+        return True
+
 
 class _Guesses(NamedTuple):
     """By row, level and rank: tokens, and the values that they are ranked by."""

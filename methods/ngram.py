@@ -58,6 +58,11 @@ class NgramConfig(MethodConfig):
                 f"branches {self.branches} is out of range; valid: 1..{self.max_nodes} (max_nodes)"
             )
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Of several continuations."""
+        return self.branches > 1
+
 
 class _Match(NamedTuple):
     """The position behind an earlier occurrence of the text's suffix, and the suffix's length."""

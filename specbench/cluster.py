@@ -27,7 +27,7 @@ from specbench.plan import MAX_ATTEMPTS, Plan
 from specbench.progress import Progress
 from specbench.records import Record, Run, read_run
 from specbench.shards import Shard
-from specbench.worker import Worker
+from specbench.worker import Worker, find_unready
 
 _PATIENCE_S = 60.0
 """How long to wait for a worker without a word."""
@@ -56,6 +56,27 @@ def _run_pending(plan: Plan, use_ray: bool) -> None:
     if plan.pending:
         with Progress(len(plan.shards), plan.num_done) as progress:
             (_run_on_ray if use_ray else _run_here)(plan, progress)
+
+
+def unready(config: RunConfig, *, use_ray: bool = True) -> dict[str, str]:
+    """By name, why each method of a run that cannot be set up for its target cannot; tried where
+    the run's workers would be.
+
+    Raises:
+        ValueError: the target cannot be loaded, or Ray cannot start.
+    """
+    if not use_ray:
+        return find_unready(config)
+    with contextlib.redirect_stdout(io.StringIO()), session() as ray:
+        layout = _layout(ray, config)
+        cores = 0 if layout.num_gpus else layout.num_threads
+        options = {"num_cpus": cores, "num_gpus": layout.num_gpus}
+        actor = ray.remote(Actor).options(**options).remote(os.getcwd())
+        try:
+            found: dict[str, str] = ray.get(actor.unready.remote(config))
+        except ray.exceptions.RayError as error:
+            raise ValueError(f"no worker can load: {in_one_line(error)}") from error
+    return found
 
 
 def _run_here(plan: Plan, progress: Progress) -> None:
@@ -98,13 +119,8 @@ def _run_on_ray(plan: Plan, progress: Progress) -> None:
     """Shards on actors, one per device."""
     # Ray tells of dead workers on standard output, which is for the tables.
     with contextlib.redirect_stdout(io.StringIO()), session() as ray:
-        nodes = [
-            Node(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
         config = plan.config
-        layout = plan_layout(nodes, config.workers, config.gpus_per_worker, most_threads())
+        layout = _layout(ray, config)
         # More workers than shards have nothing to do; threads stay, so that a resumed run is alike.
         count = min(layout.num_workers, len(plan.pending))
         progress.say(f"loading; workers: {count}, threads of each: {layout.num_threads}")
@@ -112,6 +128,15 @@ def _run_on_ray(plan: Plan, progress: Progress) -> None:
             for note in plan.begin(pool.load(count, progress)):
                 progress.say(note)
             pool.run(plan, progress)
+
+
+def _layout(ray: Any, config: RunConfig) -> Layout:
+    nodes = [
+        Node(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return plan_layout(nodes, config.workers, config.gpus_per_worker, most_threads())
 
 
 class _Lost(Exception):
@@ -269,6 +294,10 @@ class Actor:
             return name + in_one_line(error)
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return self.worker.describe() | {"gpus": gpus}
+
+    def unready(self, config: RunConfig) -> dict[str, str]:
+        """Which methods cannot be set up, and why."""
+        return find_unready(config)
 
     def run(self, shard: Shard) -> list[Record] | str:
         """A shard's records."""

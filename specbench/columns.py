@@ -58,13 +58,14 @@ def _standing(method: MethodResult) -> float:
     """What a method is ranked by; 0 is no rank."""
     if method.is_baseline:
         return 1.0
-    if method.speed_up is None or _is_not_the_targets(method):
+    if method.speed_up is None or is_not_the_targets(method):
         return 0.0
     return method.speed_up.value
 
 
-def _is_not_the_targets(method: MethodResult) -> bool:
-    return _is_unlawful(method) or any(mark in method.lossless for mark in _NOT_THE_TARGETS)
+def is_not_the_targets(method: MethodResult) -> bool:
+    """Whether outputs are broken, lossy or not in law."""
+    return bool(marks(method))
 
 
 def _is_unlawful(method: MethodResult) -> bool:
@@ -114,13 +115,19 @@ def _show_method(method: MethodResult) -> str:
     return f"{method.method} ({method.label})" if method.label else method.method
 
 
+def marks(method: MethodResult) -> list[str]:
+    """Why outputs are not the target's; nothing if they are."""
+    found = [mark.upper() for mark in _NOT_THE_TARGETS if mark in method.lossless]
+    return [*found, "NOT IN LAW"] if _is_unlawful(method) else found
+
+
 def _show_marked(method: MethodResult) -> Cell:
-    marks = [mark.upper() for mark in _NOT_THE_TARGETS if mark in method.lossless]
-    marks += ["NOT IN LAW"] if _is_unlawful(method) else []
-    return Cell(" ".join([method.method, *marks]), "bad" if marks else "")
+    found = marks(method)
+    return Cell(" ".join([method.method, *found]), "bad" if found else "")
 
 
-def _show_speed_up(method: MethodResult) -> Cell:
+def show_speed_up(method: MethodResult) -> Cell:
+    """The speed-up with its interval and verdict."""
     estimate = method.speed_up
     if method.is_baseline:
         return Cell("1.00x baseline")
@@ -148,8 +155,9 @@ def _show_split(method: MethodResult) -> str:
     return "/".join(MISSING if share is None else f"{100 * share:.0f}" for share in shares)
 
 
-def _show_lossless(method: MethodResult) -> Cell:
-    tone = "bad" if _is_not_the_targets(method) else ""
+def show_lossless(method: MethodResult) -> Cell:
+    """How many outputs are exact, ties, broken, ..., with the largest gap and the p-value."""
+    tone = "bad" if is_not_the_targets(method) else ""
     gap = method.largest_tie
     gaps = "" if gap is None else f" (logit gap{NO_BREAK}up{NO_BREAK}to{NO_BREAK}{gap:.2g})"
     law = "" if method.law_p is None else f" (p{NO_BREAK}{method.law_p:.2g})"
@@ -213,10 +221,10 @@ _RESULT_COLUMNS: list[tuple[Column, _Show]] = [
     _METHOD,
     (Column("tau"), _accepted(lambda a: a.tau, number)),
     (Column("acceptance"), _accepted(lambda a: a.rate, percent)),
-    (Column("speed-up", numbers=False), _show_speed_up),
+    (Column("speed-up", numbers=False), show_speed_up),
     (Column("tokens/s"), _timed(lambda t: t.tokens_per_s, _tenths)),
     (Column("draft/ verify/ other %"), _show_split),
-    (Column("lossless", numbers=False), _show_lossless),
+    (Column("lossless", numbers=False), show_lossless),
     (Column("failed"), _show_failed),
 ]
 _COST_COLUMNS: list[tuple[Column, _Show]] = [

@@ -37,6 +37,11 @@ class BranchingConfig(MethodConfig):
                 f"branching {self.branching} is out of range; valid: 1 or more at each level"
             )
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Where a node has several children."""
+        return any(children > 1 for children in self.branching)
+
 
 @dataclass
 class _Draft:

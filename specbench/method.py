@@ -287,6 +287,11 @@ class MethodConfig:
         if self.max_nodes < 1:
             raise ValueError(f"max_nodes {self.max_nodes} is out of range; valid: 1 or more")
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether it drafts trees, so that ``max_nodes`` may be more than the depth."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Typical:

@@ -21,11 +21,21 @@ WIDTH = 100
 """Columns that every table fits into; also taken where the output is no terminal."""
 _GAP = 2
 """Columns of space that each column of a table takes beside its text."""
-_STYLES = {"": "", "good": "green", "bad": "red", "strong": "bold"}
+_STYLES = {
+    "": "",
+    "good": "green",
+    "bad": "red",
+    "strong": "bold",
+    "hot": "bold black on green",
+    "warm": "black on bright_green",
+    "cool": "black on bright_red",
+    "cold": "bold black on red",
+}
 
 
 class Cell(NamedTuple):
-    """A cell's text and what it means for the reader: ``good``, ``bad``, ``strong`` or nothing.
+    """A cell's text and what it means for the reader: ``good``, ``bad``, ``strong``, nothing, or,
+    in a heat map, ``hot``, ``warm``, ``cool`` or ``cold``.
 
     The text breaks between words only, and not at a no-break space.
     """

@@ -13,10 +13,11 @@ import transformers
 from specbench import provenance, registry
 from specbench.bench import Bench, in_words
 from specbench.config import RunConfig
+from specbench.messages import in_one_line
 from specbench.method import Method
 from specbench.records import Record, ResourceRecord
 from specbench.shards import Shard
-from specbench.target import load_target
+from specbench.target import Target, load_target
 from specbench.workloads import template_sha256
 
 
@@ -36,15 +37,9 @@ class Worker:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = config
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.target = load_target(
-            config.target,
-            dtype=config.dtype,
-            device=device,
-            num_devices=config.gpus_per_worker if device.type == "cuda" else 1,
-        )
+        self.target = _load_target(config)
         self._check_target()
-        self.methods = {name: self._load(name) for name in config.methods}
+        self.methods = {name: _load_method(name, config, self.target) for name in config.methods}
         self.bench = Bench(config, self.target, self.methods)
         self.bench.warm_up()
         # All that is loaded stays: the collector need not look through it in the timed passes.
@@ -60,15 +55,6 @@ class Worker:
                 f"--max-new-tokens {self.config.max_new_tokens} is beyond the context of target "
                 f"{self.target.name!r}; valid: 1..{most}, less the prompt"
             )
-
-    def _load(self, name: str) -> Method:
-        cls = registry.load_method(name)
-        try:
-            return cls(self.target, self.config.method_config(name, cls))
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(f"method {name!r} cannot be set up: {in_words(error)}") from error
 
     def describe(self) -> dict[str, Any]:
         """What is measured and on what, for the provenance."""
@@ -113,6 +99,42 @@ class Worker:
             num_threads=torch.get_num_threads(),
             load_average=os.getloadavg()[0],
         )
+
+
+def _load_target(config: RunConfig) -> Target:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_target(
+        config.target,
+        dtype=config.dtype,
+        device=device,
+        num_devices=config.gpus_per_worker if device.type == "cuda" else 1,
+    )
+
+
+def _load_method(name: str, config: RunConfig, target: Target) -> Method:
+    cls = registry.load_method(name)
+    try:
+        return cls(target, config.method_config(name, cls))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"method {name!r} cannot be set up: {in_words(error)}") from error
+
+
+def find_unready(config: RunConfig) -> dict[str, str]:
+    """By name, why each method of a run that cannot be set up for its target cannot.
+
+    Raises:
+        ValueError: the target cannot be loaded.
+    """
+    hush()
+    target, found = _load_target(config), dict[str, str]()
+    for name in config.methods:
+        try:
+            _load_method(name, config, target)
+        except ValueError as error:
+            found[name] = f"{name}: {in_one_line(error)}"
+    return found
 
 
 def hush() -> None:

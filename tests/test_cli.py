@@ -47,6 +47,27 @@ COMMANDS = {
         "--resume",
         "--no-ray",
     },
+    "sweep": {
+        "--target",
+        "--methods",
+        "--workloads",
+        "--batches",
+        "--depths",
+        "--nodes",
+        "--prompts",
+        "--max-new-tokens",
+        "--rounds",
+        "--temperature",
+        "--dtype",
+        "--workers",
+        "--set",
+        "--out",
+        "--resume",
+        "--report",
+        "--no-ray",
+        "--format",
+        "--plots",
+    },
     "report": {"folders", "--format"},
     "check": {
         "baseline",
@@ -341,8 +362,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("", "the following arguments are required: command; `specbench --help`"),
         (
             "measure",
-            "invalid choice: measure (choose from run, report, check, baseline, explain, simulate, "
-            "train, conform, methods, workloads)",
+            "invalid choice: measure (choose from run, sweep, report, check, baseline, explain, "
+            "simulate, train, conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

@@ -28,13 +28,11 @@ def small(command: list[str], target: Path) -> list[str]:
     if command[0] == "check":
         # Two prompts leave its soft part open.
         return [*command, "--hard"]
-    if command[0] != "run" or "--resume" in command:
+    if command[0] not in ("run", "sweep") or {"--resume", "--report"} & {*command}:
         return command
-    return [
-        *command,
-        *("--target", str(target), "--prompts", "2", "--max-new-tokens", "4", "--rounds", "1"),
-        "--no-ray",
-    ]
+    few = ["--prompts", "2", "--max-new-tokens", "4", "--rounds", "1", "--no-ray"]
+    few += ["--batches", "1,2", "--depths", "1"] if command[0] == "sweep" else []
+    return [*command, "--target", str(target), *few]
 
 
 def test_its_commands_run_as_written(

@@ -1,0 +1,154 @@
+"""`specbench sweep`."""
+
+import argparse
+import shlex
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from specbench.commands.arguments import (
+    EXIT_DONE,
+    EXIT_FAILURES,
+    EXIT_INTERRUPTED,
+    Call,
+    Commands,
+    folder,
+    given,
+    names,
+    numbers,
+    read_knobs,
+    terminable,
+)
+from specbench.messages import option
+
+if TYPE_CHECKING:
+    from specbench.sweep.running import Sweep
+
+_NO_SETTINGS = ("out", "resume", "report", "no_ray", "format", "plots", "knobs")
+
+
+def add(commands: Commands) -> None:
+    """The parser of `sweep`."""
+    sweep = commands.add_parser(
+        "sweep",
+        help="measure batch sizes x depths x methods",
+        description="Measure methods at several batch sizes and depths, and say where speculation "
+        "pays. In brackets: the defaults.",
+        allow_abbrev=False,
+    )
+    add = partial(sweep.add_argument, default=argparse.SUPPRESS)
+    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
+    add("--methods", metavar="A,B", type=names, help="names, see `specbench methods` (all)")
+    add(
+        "--workloads",
+        metavar="X,Y",
+        type=names,
+        help="names, data sets or files, see `specbench workloads` (humaneval,creative)",
+    )
+    add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,8)")
+    add("--depths", metavar="D,E", type=numbers, help="draft depths (1,2,3,5)")
+    add("--nodes", metavar="N,M", type=numbers, help="tree sizes, where trees are drafted")
+    add("--prompts", metavar="N", type=int, help="per workload (5 batches of the largest size)")
+    add("--max-new-tokens", metavar="N", type=int, help="token budget per request (64)")
+    add("--rounds", metavar="R", type=int, help="timed passes per batch and method (2)")
+    add("--temperature", metavar="T", type=float, help="0 is greedy (each workload's own)")
+    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
+    add("--workers", metavar="W", type=int, help="processes (one per GPU; on a CPU two)")
+    sweep.add_argument(
+        "--set",
+        metavar="METHOD.KNOB=V",
+        dest="knobs",
+        action="append",
+        default=[],
+        help="a method's knob at all depths; may be given again",
+    )
+    add("--out", metavar="DIR", type=folder, help="a new folder for the results (runs/<time>)")
+    add("--resume", metavar="DIR", type=folder, help="go on with the sweep in a folder")
+    add("--report", metavar="DIR", type=folder, help="show a sweep again, measure nothing")
+    sweep.add_argument("--no-ray", action="store_true", help="run in this process")
+    sweep.add_argument("--format", choices=("rich", "md"), default="rich")
+    sweep.add_argument("--plots", action="store_true", help="draw curves, in DIR/plots")
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    if arguments.plots:
+        from specbench.sweep import plots
+
+        plots.require()
+    if "report" in arguments:
+        _refuse(arguments, "report", ())
+        return _show(arguments.report, arguments)
+    with terminable():
+        todo = _plan(arguments)
+        try:
+            todo.run(not arguments.no_ray, lambda line: print(line, file=sys.stderr))
+        except KeyboardInterrupt:
+            print(
+                "specbench: interrupted; what is finished is kept, go on with "
+                f"`specbench sweep --resume {shlex.quote(str(todo.folder))}`",
+                file=sys.stderr,
+            )
+            return EXIT_INTERRUPTED
+    return _show(todo.folder, arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> "Sweep":
+    """The sweep that is asked for, new or resumed."""
+    from specbench import registry
+    from specbench.sweep import running
+    from specbench.sweep.config import SweepConfig
+
+    if "resume" in arguments:
+        _refuse(arguments, "resume", ("workers",))
+        return running.resume(arguments.resume, vars(arguments).get("workers"))
+    settings = given(arguments, *_NO_SETTINGS) | {"knobs": read_knobs(arguments.knobs)}
+    problems: list[str] = []
+    if "methods" not in settings:
+        target = settings.get("target", SweepConfig.target)
+        settings["methods"], problems = registry.usable(target, settings["knobs"])
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    todo = running.new(
+        SweepConfig(**settings), vars(arguments).get("out", Path("runs") / f"sweep-{stamp}")
+    )
+    todo.notes += [f"left out: {problem}" for problem in problems]
+    return todo
+
+
+def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) -> None:
+    """Refuses settings beside a folder that has its own."""
+    extra = set(given(arguments, "no_ray", "format", "plots", "knobs", mode, *allowed))
+    if arguments.knobs:
+        extra.add("set")
+    if extra:
+        valid = ", ".join(map(option, (*allowed, "no_ray", "format", "plots")))
+        raise ValueError(
+            f"{option(mode)} takes the sweep's own settings; remove "
+            f"{', '.join(map(option, sorted(extra)))}; valid beside it: {valid}"
+        )
+
+
+def _show(folder: Path, arguments: argparse.Namespace) -> int:
+    from specbench import tables
+    from specbench.sweep import pages, plots, points, running
+
+    runs = running.read_runs(folder)
+    found = points.measure(runs)
+    page = pages.page(runs, found, running.read_about(folder)["notes"])
+    if arguments.format == "rich":
+        tables.print_page(page, Console())
+    else:
+        print(tables.markdown(page), flush=True)
+    files = plots.draw(found, folder / "plots") if arguments.plots else []
+    if files:
+        print(f"{len(files)} plots in {folder / 'plots'}", file=sys.stderr)
+    print(
+        f"`specbench sweep --report {shlex.quote(str(folder))}` shows this again", file=sys.stderr
+    )
+    return EXIT_FAILURES if any(run.failures for run in runs.values()) else EXIT_DONE
+
+
+CALLS: dict[str, Call] = {"sweep": _sweep}
