@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specbench.columns import number, percent
+from specbench.filing import is_edited
 from specbench.merge import Section
 from specbench.metrics import LEAST_LAW_P, peak_memory_mib
-from specbench.records import FailureRecord, RequestRecord, Run, is_edited
+from specbench.records import FailureRecord, RequestRecord, Run
 from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
 

@@ -14,7 +14,8 @@ import pytest
 from specbench.cli import build_parser, main
 from specbench.config import RunConfig
 from specbench.conformance.models import save_tiny_model
-from specbench.records import read_info, read_run, shard_path
+from specbench.filing import shard_path
+from specbench.records import read_info, read_run
 from tests.tiny_runs import (
     chat_prompts,
     inodes,
