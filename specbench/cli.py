@@ -5,10 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specbench.commands import conform, lists, results, run, simulate, train
+from specbench.commands import conform, lists, results, run, serve, simulate, train
 from specbench.commands.arguments import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, Call, Parser
 
-_MODULES = (run, results, simulate, train, conform, lists)
+_MODULES = (run, serve, results, simulate, train, conform, lists)
 _CALLS: dict[str, Call] = {name: call for module in _MODULES for name, call in module.CALLS.items()}
 
 

@@ -79,15 +79,16 @@ def differences(section: Section) -> str | None:
 def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
     """What is missing, failed or doubtful."""
     return [
-        *(line for run in section.runs for line in _doubts(run)),
-        *_failures(section.union.failures),
+        *(line for run in section.runs for line in doubts(run)),
+        *failure_lines(section.union.failures),
         *_untimed(section.union),
         *_broken(section.union.requests),
         *(line for result in results for line in _unsure(result)),
     ]
 
 
-def _doubts(run: Run) -> list[str]:
+def doubts(run: Run) -> list[str]:
+    """What may be wrong with a run as a whole."""
     lines, provenance = [], run.info.get("provenance", {})
     if is_edited(run.info):
         lines.append(
@@ -119,7 +120,8 @@ def _name(run: Run) -> str:
     return run.folder.absolute().name
 
 
-def _failures(failures: Sequence[FailureRecord]) -> list[str]:
+def failure_lines(failures: Sequence[FailureRecord]) -> list[str]:
+    """What failed and why, one line for each reason."""
     causes: dict[tuple[str, str, str], list[str]] = {}
     for failure in failures:
         cause = (failure.method or "every method", failure.workload, failure.reason)
