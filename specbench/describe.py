@@ -87,12 +87,17 @@ def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
     ]
 
 
-def doubts(run: Run) -> list[str]:
-    """What may be wrong with a run as a whole."""
+def doubts(run: Run, file: str = "run.json") -> list[str]:
+    """What may be wrong with a run as a whole.
+
+    Args:
+        run: the run.
+        file: where its settings and provenance are filed.
+    """
     lines, provenance = [], run.info.get("provenance", {})
     if is_edited(run.info):
         lines.append(
-            f"{_name(run)}: run.json has been edited; what it says of settings and machine may not "
+            f"{_name(run)}: {file} has been edited; what it says of settings and machine may not "
             "be true"
         )
     if run.missing_shards:

@@ -272,8 +272,8 @@ def summarise(passes: Sequence[Pass]) -> list[Result]:
         )
         for (rate, method, controller), group in groups.items()
     ]
-    # Sorting keeps the order of methods.
-    return sorted(found, key=lambda result: (result.rate, result.method != BASELINE))
+    names = list(dict.fromkeys((one.about.method, one.about.controller) for one in passes))
+    return sorted(found, key=lambda r: (r.rate, names.index((r.method, r.controller))))
 
 
 def _by_round(baseline: Sequence[Pass], own: Sequence[Pass]) -> list[float]:

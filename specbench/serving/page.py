@@ -12,12 +12,13 @@ from specbench.serving.metrics import (
     NUM_BLOCKS,
     Metrics,
     Percentiles,
+    Ratio,
     Result,
     capacity,
     hurts_from,
     summarise,
 )
-from specbench.serving.records import ServingRun
+from specbench.serving.records import SERVING, ServingRun
 from specbench.stats import MIN_CLUSTERS
 from specbench.tables import MISSING, NO_BREAK, Cell, Column, Heading, Note, Page, Table
 
@@ -59,7 +60,7 @@ def page(run: ServingRun, *, define: bool = True) -> Page:
     elements: list[Heading | Note | Table] = [
         Heading(f"Serving: {title(as_run)}", 1),
         Note(_settings(run)),
-        *(Note(line, "bad") for line in [*_missing(run), *doubts(as_run)]),
+        *(Note(line, "bad") for line in [*_missing(run), *doubts(as_run, SERVING.info)]),
         *(Note(line, "bad") for line in [*failure_lines(failures), *_noisy(results)]),
     ]
     for _, same in groupby(results, lambda r: r.rate):
@@ -81,26 +82,38 @@ def verdicts(results: Sequence[Result]) -> list[str]:
     named: dict[str, list[Result]] = {}
     for result in results:
         if result.method != BASELINE:
-            named.setdefault(f"{result.method}, {result.controller}", []).append(result)
+            named.setdefault(f"{result.method}, {_breakable(result.controller)}", []).append(result)
     return [f"{name}: {_verdict(own)}" for name, own in named.items()]
 
 
 def _verdict(results: Sequence[Result]) -> str:
-    """Passes of one method and controller, the lowest rate first."""
-    known = [r for r in results if r.latency_ratio]
-    if len(known) < len(results) or not known:
+    """Of the results of one method and controller, the lowest rate first."""
+    known = [(result, result.latency_ratio) for result in results if result.latency_ratio]
+    if len(known) < len(results):
         return "not known, it could not be compared with vanilla at every rate"
-    above = [r for r in known if r.latency_ratio and r.latency_ratio.value > 1]
-    first = hurts_from(known)
+    above = [result for result, ratio in known if ratio.value > 1]
+    sure = [result for result, ratio in known if ratio.verdict == "slower"]
+    first = hurts_from(results)
     if not above:
-        return f"does not hurt up to {_at(known[-1])} (latency {_ratio(known[-1]).text})"
+        return f"does not hurt up to {_at(results[-1])} ({_latency(results[-1])})"
     if first is None:
-        places = " and ".join(_at(r) for r in above)
-        return f"hurts at {places}, but not at {_at(known[-1])} (latency {_ratio(known[-1]).text})"
-    where = "at every rate here, from" if first is known[0] else "from"
-    others = [r for r in above if r.rate < first.rate]
-    also = f", and at {' and '.join(_at(r) for r in others)}" if others else ""
-    return f"hurts {where} {_at(first)} on (latency there {_ratio(first).text}){also}"
+        where = f"hurts at {_places(above)}, but not at {_at(results[-1])}"
+        where += f" ({_latency(results[-1])})"
+    else:
+        where = "hurts at every rate here, from" if first is results[0] else "hurts from"
+        where += f" {_at(first)} on ({_latency(first)})"
+        others = [result for result in above if result.rate < first.rate]
+        where += f", and at {_places(others)}" if others else ""
+    return f"{where}; beyond doubt {f'at {_places(sure)}' if sure else 'nowhere'}"
+
+
+def _places(results: Sequence[Result]) -> str:
+    return " and ".join(_at(result) for result in results)
+
+
+def _latency(result: Result) -> str:
+    assert result.latency_ratio is not None
+    return f"latency there {_numbers(result.latency_ratio)}"
 
 
 def _at(result: Result) -> str:
@@ -217,9 +230,15 @@ def _ratio(result: Result) -> Cell:
         return Cell("baseline" if result.method == BASELINE else MISSING)
     if ratio.interval is None:
         return Cell(f"{ratio.value:.2f}x, too few requests to tell")
-    ends = f"[{number(ratio.interval.low)},{NO_BREAK}{number(ratio.interval.high)}]"
     tone = {"faster": "good", "slower": "bad"}.get(ratio.verdict, "")
-    return Cell(f"{ratio.value:.2f}x{NO_BREAK}{ends} {ratio.verdict}", tone)
+    return Cell(f"{_numbers(ratio)} {ratio.verdict}", tone)
+
+
+def _numbers(ratio: Ratio) -> str:
+    if ratio.interval is None:
+        return f"{ratio.value:.2f}x"
+    low, high = map(number, ratio.interval)
+    return f"{ratio.value:.2f}x{NO_BREAK}[{low},{NO_BREAK}{high}]"
 
 
 def _lossless(result: Result) -> Cell:
