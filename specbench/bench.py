@@ -1,5 +1,5 @@
 """Measures one shard: a reference pass for each request, then rotated timed passes of all methods.
-The only clock.
+The only clock, but for the one that `specbench.serving` waits by.
 
 Everything that is compared runs in one process, on one device, in turns.
 """

@@ -348,8 +348,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("", "the following arguments are required: command; `specbench --help`"),
         (
             "measure",
-            "invalid choice: measure (choose from run, report, check, baseline, explain, simulate, "
-            "train, conform, methods, workloads)",
+            "invalid choice: measure (choose from run, serve, report, check, baseline, explain, "
+            "simulate, train, conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from specbench.cli import main
 from specbench.commands.serve import controllers
 from specbench.conformance.models import save_tiny_model
 from specbench.filing import shard_path
+from specbench.serving.arrivals import Arrival
 from specbench.serving.config import DEFAULT_LOADS, Entry, ServeConfig
 from specbench.serving.records import ServingRun, read_serving
 from specbench.serving.run import choose_prompts
+from specbench.serving.server import Server, Visit
 from specbench.shards import load_workloads
 from tests.tiny_runs import chat_prompts, installed_methods, write_prompts
 
@@ -55,9 +57,10 @@ def config(**settings: Any) -> ServeConfig:
         ({"loads": (0.5,), "rates": (1.0,)}, "given twice; valid: --loads or --rates"),
         ({"rates": (0.0,)}, r"--rates 0\.0 is out of range; valid: above 0"),
         ({"loads": (float("inf"),)}, "--loads inf is out of range"),
-        ({"requests": 0}, "--requests 0"),
+        ({"requests": 0}, "--requests 0 is out of range"),
         ({"max_batch": 0}, "--max-batch 0"),
         ({"rounds": 0}, "--rounds 0"),
+        ({"requests": 7}, "--requests 7 never fill a batch of 8, .*valid: 8 or more"),
         ({"seed": -1}, "--seed -1"),
         ({"temperature": -1.0}, "temperature"),
         ({"controllers": ("fixd",)}, "unknown controller 'fixd' .*did you mean 'fixed'"),
@@ -218,6 +221,29 @@ def test_what_is_missing_or_edited_is_said(
     vanilla.write_text(vanilla.read_text().replace('"finish": "length"', '"finish": "eos"'))
     assert main(["serve", "--report", str(out)]) == 2
     assert "has been edited" in capsys.readouterr().err
+
+
+def test_what_is_finished_before_an_interruption_is_kept(
+    serve: Serve,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve_all, calls = Server.serve, []
+
+    def interrupted(server: Server, arrivals: Sequence[Arrival]) -> list[Visit]:
+        calls.append(len(arrivals))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return serve_all(server, arrivals)
+
+    monkeypatch.setattr(Server, "serve", interrupted)
+    assert serve("--loads", "0.8", "--rounds", "1", "--out", tmp_path / "run") == 130
+    assert f"`specbench serve --report {tmp_path}/run` shows" in capsys.readouterr().err
+    run = read_serving(tmp_path / "run")
+    assert [one.about.method for one in run.passes] == ["vanilla"] * 2 and len(run.missing) == 1
+    assert main(["serve", "--report", str(tmp_path / "run")]) == 0
+    assert "1 of 4 parts are missing" in capsys.readouterr().out
 
 
 def shard_names(out: Path) -> list[str]:

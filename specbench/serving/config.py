@@ -77,6 +77,12 @@ class ServeConfig:
             self._sort(name)
         if not self.rates and not self.loads:
             object.__setattr__(self, "loads", DEFAULT_LOADS)
+        if self.loads and self.requests < self.max_batch:
+            raise ValueError(
+                f"--requests {self.requests} never fill a batch of {self.max_batch}, so its "
+                f"capacity cannot be measured; valid: {self.max_batch} or more, a smaller "
+                "--max-batch, or --rates"
+            )
         object.__setattr__(self, "controllers", tuple(dict.fromkeys(self.controllers)))
         for controller in self.controllers:
             Choice.read(controller)
