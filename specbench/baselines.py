@@ -5,8 +5,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from specbench.filing import is_edited, shard_path
 from specbench.metrics import count_lossless
-from specbench.records import Run, is_edited, shard_path
+from specbench.records import Run
 
 FOLDER = Path("results") / "baselines"
 

@@ -50,7 +50,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A request with its reference."""
 
     request: Request
@@ -117,22 +117,22 @@ class Bench:
         workload = shard.workload
         sampling = self.config.sampling_for(workload.decoding)
         records: list[Record] = []
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for prompt in workload.prompts:
-            self._refer(workload, prompt, sampling, records, jobs)
+            self.refer(workload, prompt, sampling, records, jobs)
         size = self.config.batch_size
         for number, begin in enumerate(range(0, len(jobs), size)):
             batch = jobs[begin : begin + size]
             records += self._measure(workload.name, batch, sampling, first=number)
         return records
 
-    def _refer(
+    def refer(
         self,
         workload: Workload,
         prompt: Prompt,
         sampling: Sampling,
         records: list[Record],
-        jobs: list[_Job],
+        jobs: list[Job],
     ) -> None:
         """Decodes a prompt's turns by the baseline, untimed; later turns see the reference's
         answers."""
@@ -157,7 +157,7 @@ class Bench:
                 return
             answers.append(record.text)
             records.append(record)
-            jobs.append(_Job(request, row.output))
+            jobs.append(Job(request, row.output))
 
     def _reference_record(
         self, workload: Workload, row: Row, sampling: Sampling
@@ -212,7 +212,7 @@ class Bench:
         return _Pass(rows, watch.seconds(), num_forwards)
 
     def _measure(
-        self, workload: str, jobs: Sequence[_Job], sampling: Sampling, first: int
+        self, workload: str, jobs: Sequence[Job], sampling: Sampling, first: int
     ) -> list[Record]:
         """Every method decodes the batch once in each round, in an order that rotates with rounds
         and batches: in few rounds no method keeps to one end of it.
@@ -246,7 +246,7 @@ class Bench:
         self,
         workload: str,
         name: str,
-        jobs: Sequence[_Job],
+        jobs: Sequence[Job],
         done: _Pass,
         sampling: Sampling,
         so_far: _Measured,
@@ -265,7 +265,7 @@ class Bench:
         self,
         workload: str,
         name: str,
-        jobs: Sequence[_Job],
+        jobs: Sequence[Job],
         sampling: Sampling,
         so_far: _Measured,
     ) -> None:
@@ -283,18 +283,15 @@ class Bench:
             so_far.failures |= {job.request.id: str(so_far.error) for job in jobs}
 
     def _request_record(
-        self, workload: str, name: str, job: _Job, row: Row, sampling: Sampling
+        self, workload: str, name: str, job: Job, row: Row, sampling: Sampling
     ) -> RequestRecord:
-        lossy = self.methods[name].typical is not None and not sampling.greedy
-        verdict, divergence, surprise = "lossy", None, None
-        if row.drawn and not lossy:
-            surprise = lossless.surprise(self.target, job.request, sampling, row.output)
-            verdict = "law" if surprise else "broken"
-        elif not lossy:
-            comparison = lossless.compare(
-                self.target, job.request, sampling, job.reference, row.output
-            )
-            verdict, divergence = comparison.verdict, comparison.divergence
+        found = lossless.judge(
+            self.target,
+            sampling,
+            job.reference,
+            row,
+            typical=self.methods[name].typical is not None,
+        )
         return RequestRecord(
             workload=workload,
             request=job.request.id,
@@ -302,9 +299,9 @@ class Bench:
             tokens=row.output,
             finish=row.finish or "",
             steps=[list(step) for step in row.steps],
-            lossless=verdict,
-            divergence=divergence,
-            surprise=surprise,
+            lossless=found.verdict,
+            divergence=found.divergence,
+            surprise=found.surprise,
             flops=self._flops(name, row),
         )
 

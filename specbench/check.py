@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbench.comparable import MACHINE, differences
+from specbench.filing import is_edited
 from specbench.judge import Case, Finding, Verdict
 from specbench.messages import suggest
 from specbench.metrics import measure_times
-from specbench.records import BASELINE, Run, is_edited
+from specbench.records import BASELINE, Run
 
 MARGIN = 0.05
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specbench.columns import number, percent
+from specbench.filing import is_edited
 from specbench.merge import Section
 from specbench.metrics import LEAST_LAW_P, peak_memory_mib
-from specbench.records import FailureRecord, RequestRecord, Run, is_edited
+from specbench.records import FailureRecord, RequestRecord, Run
 from specbench.stats import MIN_CLUSTERS
 from specbench.summary import WorkloadResult
 
@@ -78,19 +79,25 @@ def differences(section: Section) -> str | None:
 def warnings(section: Section, results: Sequence[WorkloadResult]) -> list[str]:
     """What is missing, failed or doubtful."""
     return [
-        *(line for run in section.runs for line in _doubts(run)),
-        *_failures(section.union.failures),
+        *(line for run in section.runs for line in doubts(run)),
+        *failure_lines(section.union.failures),
         *_untimed(section.union),
         *_broken(section.union.requests),
         *(line for result in results for line in _unsure(result)),
     ]
 
 
-def _doubts(run: Run) -> list[str]:
+def doubts(run: Run, file: str = "run.json") -> list[str]:
+    """What may be wrong with a run as a whole.
+
+    Args:
+        run: the run.
+        file: where its settings and provenance are filed.
+    """
     lines, provenance = [], run.info.get("provenance", {})
     if is_edited(run.info):
         lines.append(
-            f"{_name(run)}: run.json has been edited; what it says of settings and machine may not "
+            f"{_name(run)}: {file} has been edited; what it says of settings and machine may not "
             "be true"
         )
     if run.missing_shards:
@@ -118,7 +125,8 @@ def _name(run: Run) -> str:
     return run.folder.absolute().name
 
 
-def _failures(failures: Sequence[FailureRecord]) -> list[str]:
+def failure_lines(failures: Sequence[FailureRecord]) -> list[str]:
+    """What failed and why, one line for each reason."""
     causes: dict[tuple[str, str, str], list[str]] = {}
     for failure in failures:
         cause = (failure.method or "every method", failure.workload, failure.reason)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.method import Request
+from specbench.method import Request, Row
 from specbench.records import Divergence, Surprise
 from specbench.sampling import Sampling, gumbel, position_key, warp
 from specbench.target import Target
@@ -37,6 +37,35 @@ class Comparison:
 
     verdict: str
     divergence: Divergence | None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What of the target's an output is: one of `specbench.records.LOSSLESS`, and what it rests
+    on."""
+
+    verdict: str
+    divergence: Divergence | None = None
+    surprise: Surprise | None = None
+
+
+def judge(
+    target: Target, sampling: Sampling, reference: Sequence[int], row: Row, *, typical: bool
+) -> Judgement:
+    """Holds an output to the target.
+
+    Args:
+        reference: the target's own output for that request.
+        row: the request that was decoded.
+        typical: whether drafts were taken by typical acceptance, which is lossy at T>0.
+    """
+    if typical and not sampling.greedy:
+        return Judgement("lossy")
+    if row.drawn:
+        found = surprise(target, row.request, sampling, row.output)
+        return Judgement("law" if found else "broken", surprise=found)
+    comparison = compare(target, row.request, sampling, reference, row.output)
+    return Judgement(comparison.verdict, comparison.divergence)
 
 
 def score(target: Target, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:

@@ -3,15 +3,14 @@
 What is missing is None, never 0.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
+from specbench import stats
 from specbench.records import (
     BASELINE,
     LOSSLESS,
@@ -27,8 +26,6 @@ from specbench.workloads import LEAST_TAIL
 LEAST_LAW_P = 1e-3
 """Outputs with a lower p-value are not the target's."""
 _Pair = tuple[TimingRecord, TimingRecord]
-_LEAST_VARIANCE = 1e-6
-"""Of a sum whose terms are rounded."""
 
 
 class Position(NamedTuple):
@@ -393,11 +390,8 @@ def law_p_value(run: Run, workload: str, method: str) -> float | None:
         for r in run.requests
         if (r.workload, r.method) == (workload, method) and r.surprise
     ]
-    if not found:
-        return None
     excess = sum(one.nats - one.expected_nats for one in found)
-    variance = sum(one.variance for one in found)
-    return 2 * float(special.ndtr(-abs(excess) / math.sqrt(max(variance, _LEAST_VARIANCE))))
+    return stats.law_p(excess, sum(one.variance for one in found)) if found else None
 
 
 def count_failures(run: Run, workload: str, method: str) -> int:

@@ -18,17 +18,9 @@ from specbench import provenance
 from specbench.bench import failures
 from specbench.config import RunConfig
 from specbench.files import remove_unfinished
+from specbench.filing import is_edited, shard_path
 from specbench.merge import fingerprint, flat
-from specbench.records import (
-    FailureRecord,
-    Record,
-    is_edited,
-    read_info,
-    read_shard,
-    shard_path,
-    write_run,
-    write_shard,
-)
+from specbench.records import FailureRecord, Record, read_info, read_shard, write_run, write_shard
 from specbench.shards import Shard, load_workloads, plan_shards, request_ids
 from specbench.target.loading import refuse_unsupported, resolve
 from specbench.worker import hush
@@ -146,35 +138,8 @@ class Plan:
         return self.notes
 
     def _info(self, described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """``run.json``, as it reads from its file."""
-        first = described[0]
-        for one in described[1:]:
-            for key in ("target", "methods", "device", "template_sha256"):
-                if one[key] != first[key]:
-                    raise ValueError(
-                        f"the workers differ in their {key}: {first[key]} and {one[key]}; "
-                        "give them the same machines, --dtype and models"
-                    )
-        info = {
-            "settings": self.config.to_dict(),
-            "provenance": {
-                **self.started,
-                **first["machine"],
-                "device": first["device"],
-                "dtype": first["target"]["dtype"],
-                "threads_per_worker": first["num_threads"],
-                "workers": len(described),
-                "gpus": [one["gpus"] for one in described if one.get("gpus")],
-                "weights_sha256": first["target"]["weights_sha256"],
-                "template_sha256": first["template_sha256"],
-            },
-            "target": first["target"],
-            "methods": first["methods"],
-            "workloads": {w.name: provenance.describe_workload(w) for w in self.workloads},
-            "shards": [shard.id for shard in self.shards],
-        }
-        read_back: dict[str, Any] = json.loads(json.dumps(info))
-        return read_back
+        names = [shard.id for shard in self.shards]
+        return run_info(self.config.to_dict(), self.started, described, self.workloads, names)
 
     def finish(self, shard: Shard, records: Sequence[Record]) -> None:
         """Files a shard's records.
@@ -207,6 +172,55 @@ class Plan:
                 f"cannot write to {self.folder}: {error.strerror or error}; "
                 f"{what_is_kept(self.folder)}"
             ) from error
+
+
+def run_info(
+    settings: Mapping[str, Any],
+    started: Mapping[str, Any],
+    described: Sequence[Mapping[str, Any]],
+    workloads: Sequence[Workload],
+    shards: Sequence[str],
+) -> dict[str, Any]:
+    """A run's settings and provenance, as they read from their file.
+
+    Args:
+        settings: the run's.
+        started: code, command and load at its start.
+        described: what each worker says of itself.
+        workloads: what is measured.
+        shards: how its shards are called.
+
+    Raises:
+        ValueError: the workers do not measure the same.
+    """
+    first = described[0]
+    for one in described[1:]:
+        for key in ("target", "methods", "device", "template_sha256"):
+            if one[key] != first[key]:
+                raise ValueError(
+                    f"the workers differ in their {key}: {first[key]} and {one[key]}; "
+                    "give them the same machines, --dtype and models"
+                )
+    info = {
+        "settings": settings,
+        "provenance": {
+            **started,
+            **first["machine"],
+            "device": first["device"],
+            "dtype": first["target"]["dtype"],
+            "threads_per_worker": first["num_threads"],
+            "workers": len(described),
+            "gpus": [one["gpus"] for one in described if one.get("gpus")],
+            "weights_sha256": first["target"]["weights_sha256"],
+            "template_sha256": first["template_sha256"],
+        },
+        "target": first["target"],
+        "methods": first["methods"],
+        "workloads": {w.name: provenance.describe_workload(w) for w in workloads},
+        "shards": list(shards),
+    }
+    read_back: dict[str, Any] = json.loads(json.dumps(info))
+    return read_back
 
 
 def new(config: RunConfig, folder: Path) -> Plan:

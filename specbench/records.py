@@ -6,31 +6,16 @@ whole or not at all. Everything that is shown is computed from these records; no
 stored as the truth.
 """
 
-import hashlib
-import json
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
+from specbench.filing import Format, Strict, shard_path
 
-from specbench.files import write_atomically
-from specbench.messages import in_one_line
-
-SCHEMA_VERSION = 3
 BASELINE = "vanilla"
 """The method that every speed-up is measured against; it drafts nothing."""
 LOSSLESS = ("exact", "tie", "broken", "law", "lossy")
-
-
-class Strict:
-    """Files are read as they were written: no other type, no unknown field, no NaN."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +123,20 @@ class RequestRecord(Strict):
     """None where they cannot be counted."""
 
     def __post_init__(self) -> None:
-        for nodes, depth, accepted, committed, matched in self.steps:
-            assert 0 <= accepted <= depth <= nodes, "accepted tokens lie within the offered depth"
-            assert 1 <= committed <= accepted + 1 and accepted <= matched <= depth, (
-                "a step commits 1..accepted+1"
-            )
-        assert sum(step[3] for step in self.steps) == len(self.tokens), (
-            "steps account for every token of the output"
+        check_output(self.steps, self.tokens, self.lossless)
+
+
+def check_output(steps: Sequence[Sequence[int]], tokens: Sequence[int], lossless: str) -> None:
+    """Holds an output and its steps to what they must be."""
+    for nodes, depth, accepted, committed, matched in steps:
+        assert 0 <= accepted <= depth <= nodes, "accepted tokens lie within the offered depth"
+        assert 1 <= committed <= accepted + 1 and accepted <= matched <= depth, (
+            "a step commits 1..accepted+1"
         )
-        assert self.lossless in LOSSLESS, f"losslessness is one of {', '.join(LOSSLESS)}"
+    assert sum(step[3] for step in steps) == len(tokens), (
+        "steps account for every token of the output"
+    )
+    assert lossless in LOSSLESS, f"losslessness is one of {', '.join(LOSSLESS)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,17 +187,6 @@ class ResourceRecord(Strict):
 
 
 Record = ReferenceRecord | RequestRecord | TimingRecord | FailureRecord | ResourceRecord
-_KINDS: dict[str, type] = {
-    "reference": ReferenceRecord,
-    "request": RequestRecord,
-    "timing": TimingRecord,
-    "failure": FailureRecord,
-    "resource": ResourceRecord,
-}
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in _KINDS.items()}
-_NESTED_PARTS = ("methods", "workloads")
-_INFO_PARTS = ("settings", "provenance", "target", *_NESTED_PARTS)
 
 
 @dataclass(frozen=True)
@@ -225,96 +204,6 @@ class Run:
     missing_shards: list[str] = field(default_factory=list)
     stray_files: list[str] = field(default_factory=list)
     """Result files in the folder that the run does not list: they are no part of it."""
-
-
-def write_run(folder: Path, info: dict[str, Any]) -> None:
-    """Files a run's settings and provenance. A new run gets an id, which all its shards bear."""
-    whole = {"schema": SCHEMA_VERSION, "id": uuid.uuid4().hex} | info
-    whole["sha256"] = _info_sha256(whole)
-    write_atomically(folder / "run.json", json.dumps(whole, indent=1) + "\n")
-
-
-def is_edited(info: Mapping[str, Any]) -> bool:
-    """Whether ``run.json`` is not as it was written; a run in memory, without an id, never was."""
-    return "id" in info and info.get("sha256") != _info_sha256(info)
-
-
-def _info_sha256(info: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in info.items() if key != "sha256"}
-    return _sha256(json.dumps(rest, sort_keys=True))
-
-
-def shard_path(folder: Path, shard: str) -> Path:
-    """The file of a shard."""
-    return folder / "shards" / f"{shard}.jsonl"
-
-
-def write_shard(folder: Path, shard: str, records: Sequence[Record]) -> None:
-    """Files a finished shard: a header line that says of which run it is and what follows, then
-    the records."""
-    lines = ({"kind": _NAMES[type(record)], **asdict(record)} for record in records)
-    body = "".join(json.dumps(line) + "\n" for line in lines)
-    header = {
-        "kind": "shard",
-        "schema": SCHEMA_VERSION,
-        "run": run_id(folder),
-        "shard": shard,
-        "num_records": len(records),
-        "sha256": _sha256(body),
-    }
-    write_atomically(shard_path(folder, shard), json.dumps(header) + "\n" + body)
-
-
-def run_id(folder: Path) -> str | None:
-    """The id of a folder's run; None where none has begun there."""
-    if not (folder / "run.json").exists():
-        return None
-    return str(read_info(folder)["id"])
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_shard(path: Path) -> list[Record]:
-    """The records of a shard.
-
-    Raises:
-        ValueError: the file is not a whole shard of this schema and of the run in its folder, or
-        not as it was written; the message names the file and what is wrong.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-        header = lines.pop(0)
-        schema = header["schema"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a readable result file: {in_one_line(error)}") from error
-    _check_schema(path, schema)
-    shard, expected = header.get("shard"), header.get("num_records")
-    if shard_path(Path(), shard).name != path.name:
-        raise ValueError(f"{path} holds shard {shard!r}; a shard's file bears its name")
-    if expected != len(lines):
-        raise ValueError(f"{path} holds {len(lines)} records, its header says {expected}")
-    if header.get("run") != run_id(path.parent.parent):
-        raise ValueError(f"{path} belongs to another run; it has been copied here")
-    records = [_record(path, number, line) for number, line in enumerate(lines, start=2)]
-    _check_agreement(path, records)
-    if header.get("sha256") != _sha256(text.partition("\n")[2]):
-        raise ValueError(f"{path} has been edited: its sha256 is not that of its records")
-    return records
-
-
-def _record(path: Path, number: int, line: Any) -> Record:
-    try:
-        fields = dict(line)
-        adapter = _ADAPTERS[fields.pop("kind")]
-        record: Record = adapter.validate_json(json.dumps(fields))
-        return record
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} holds a broken record in line {number}: {in_one_line(error)}"
-        ) from error
 
 
 def _check_agreement(path: Path, records: Sequence[Record]) -> None:
@@ -340,11 +229,23 @@ def _check_agreement(path: Path, records: Sequence[Record]) -> None:
             )
 
 
-def _check_schema(path: Path, schema: Any) -> None:
-    if schema != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {schema}; this version of specbench reads {SCHEMA_VERSION}"
-        )
+RUN = Format[Record](
+    "run.json",
+    {
+        "reference": ReferenceRecord,
+        "request": RequestRecord,
+        "timing": TimingRecord,
+        "failure": FailureRecord,
+        "resource": ResourceRecord,
+    },
+    _check_agreement,
+)
+"""How a run is filed."""
+
+
+def write_run(folder: Path, info: dict[str, Any]) -> None:
+    """Files a run's settings and provenance. A new run gets an id, which all its shards bear."""
+    RUN.write_info(folder, info)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -353,27 +254,22 @@ def read_info(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder holds no run, or one of another schema.
     """
-    try:
-        info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        schema = info["schema"]
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no run: there is no run.json in it") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder} holds no readable run: {in_one_line(error)}") from error
-    _check_schema(folder / "run.json", schema)
-    shards = info.get("shards")
-    if not isinstance(shards, list) or not all(isinstance(shard, str) for shard in shards):
-        raise ValueError(f"{folder} holds no readable run: run.json lists no shards")
-    if len(set(shards)) < len(shards):
-        raise ValueError(f"{folder} holds no readable run: run.json lists a shard twice")
-    for part in _INFO_PARTS:
-        value = info.get(part)
-        nested = value.values() if isinstance(value, dict) and part in _NESTED_PARTS else ()
-        if not isinstance(value, dict) or not all(isinstance(inner, dict) for inner in nested):
-            raise ValueError(f"{folder} holds no readable run: run.json has no {part}")
-    if not isinstance(info.get("id"), str):
-        raise ValueError(f"{folder} holds no readable run: run.json has no id")
-    return info
+    return RUN.read_info(folder)
+
+
+def write_shard(folder: Path, shard: str, records: Sequence[Record]) -> None:
+    """Files a finished shard."""
+    RUN.write_shard(folder, shard, records)
+
+
+def read_shard(path: Path) -> list[Record]:
+    """The records of a shard.
+
+    Raises:
+        ValueError: the file is not a whole shard of this schema and of the run in its folder, or
+        not as it was written; the message names the file and what is wrong.
+    """
+    return RUN.read_shard(path)
 
 
 def read_run(folder: Path) -> Run:
@@ -409,7 +305,7 @@ def _check_unique(run: Run) -> None:
         place = record.round if isinstance(record, TimingRecord) else None
         key = (type(record), record.workload, method, place, *names)
         if key in seen:
-            what = _NAMES[type(record)]
+            what = RUN.names[type(record)]
             raise ValueError(
                 f"{run.folder} holds the {method or 'target'}'s {what} record of "
                 f"{record.workload}, {', '.join(names)} twice"

@@ -21,6 +21,8 @@ POWER = 0.8
 MIN_CLUSTERS = 5
 _ROUNDING = 1e-9
 """Logarithms of ratios are not told apart below this."""
+_LEAST_VARIANCE = 1e-6
+"""Of a sum whose terms are rounded."""
 _LONGEST_REACH = 700.0
 """An interval's end that is still a number."""
 
@@ -180,3 +182,14 @@ def judge_together(estimates: Sequence[Estimate]) -> list[Estimate]:
         adjusted = max(adjusted, min(1.0, (len(judged) - place) * estimates[i].p_value))
         found[i] = replace(estimates[i], adjusted_p=adjusted, num_judged=len(judged))
     return found
+
+
+def law_p(excess: float, variance: float) -> float:
+    """The p-value of the test that outputs are as surprising to the target as its distribution
+    says.
+
+    Args:
+        excess: by how many nats they surprised it more than they should.
+        variance: of that, if they do as they should.
+    """
+    return 2 * float(special.ndtr(-abs(excess) / math.sqrt(max(variance, _LEAST_VARIANCE))))

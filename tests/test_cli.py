@@ -14,7 +14,8 @@ import pytest
 from specbench.cli import build_parser, main
 from specbench.config import RunConfig
 from specbench.conformance.models import save_tiny_model
-from specbench.records import read_info, read_run, shard_path
+from specbench.filing import shard_path
+from specbench.records import read_info, read_run
 from tests.tiny_runs import (
     chat_prompts,
     inodes,
@@ -67,6 +68,26 @@ COMMANDS = {
         "--no-ray",
         "--format",
         "--plots",
+    },
+    "serve": {
+        "--target",
+        "--methods",
+        "--controllers",
+        "--workloads",
+        "--loads",
+        "--rates",
+        "--requests",
+        "--rounds",
+        "--max-batch",
+        "--max-new-tokens",
+        "--temperature",
+        "--sampling",
+        "--dtype",
+        "--seed",
+        "--set",
+        "--out",
+        "--report",
+        "--format",
     },
     "report": {"folders", "--format"},
     "check": {
@@ -362,8 +383,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("", "the following arguments are required: command; `specbench --help`"),
         (
             "measure",
-            "invalid choice: measure (choose from run, sweep, report, check, baseline, explain, "
-            "simulate, train, conform, methods, workloads)",
+            "invalid choice: measure (choose from run, sweep, serve, report, check, baseline, "
+            "explain, profile, simulate, train, conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

@@ -14,7 +14,8 @@ import torch
 from specbench import plan
 from specbench.cluster import run
 from specbench.conformance.models import save_tiny_model
-from specbench.records import SCHEMA_VERSION, read_info, read_run, shard_path
+from specbench.filing import SCHEMA_VERSION, shard_path
+from specbench.records import read_info, read_run
 from tests.tiny_runs import chat_prompts, inodes, outputs, tiny_config, write_prompts
 
 

@@ -11,9 +11,10 @@ from specbench import plan
 from specbench.cluster import Pool
 from specbench.config import RunConfig
 from specbench.conformance.models import save_tiny_model
+from specbench.filing import shard_path
 from specbench.layout import Layout
 from specbench.progress import Progress
-from specbench.records import FailureRecord, Record, read_shard, shard_path
+from specbench.records import FailureRecord, Record, read_shard
 from specbench.shards import Shard
 from tests.tiny_runs import chat_prompts, tiny_config, write_prompts
 

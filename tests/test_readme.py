@@ -28,6 +28,9 @@ def small(command: list[str], target: Path) -> list[str]:
     if command[0] == "check":
         # Two prompts leave its soft part open.
         return [*command, "--hard"]
+    if command[0] == "serve" and "--report" not in command:
+        sizes = ("--requests", "3", "--max-batch", "2", "--max-new-tokens", "3", "--rounds", "1")
+        return [*command, "--target", str(target), *sizes]
     if command[0] not in ("run", "sweep") or {"--resume", "--report"} & {*command}:
         return command
     few = ["--prompts", "2", "--max-new-tokens", "4", "--rounds", "1", "--no-ray"]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from specbench.files import remove_unfinished, write_atomically
+from specbench.filing import shard_path
 from specbench.records import (
     Divergence,
     Record,
     read_info,
     read_run,
     read_shard,
-    shard_path,
     write_run,
     write_shard,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specbench.config import RunConfig
+from specbench.filing import shard_path
 from specbench.records import (
     FailureRecord,
     Record,
@@ -18,7 +19,6 @@ from specbench.records import (
     RequestRecord,
     Run,
     TimingRecord,
-    shard_path,
 )
 
 _METHODS = '''

@@ -1,0 +1,254 @@
+"""A serving run as a page: latency against arrival rate, and from where on speculation hurts."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from specbench.columns import losslessness, number
+from specbench.describe import doubts, failure_lines, provenance_lines, title
+from specbench.merge import Section
+from specbench.metrics import LEAST_LAW_P
+from specbench.records import BASELINE, Run
+from specbench.serving.metrics import (
+    NUM_BLOCKS,
+    Metrics,
+    Percentiles,
+    Ratio,
+    Result,
+    capacity,
+    hurts_from,
+    summarise,
+)
+from specbench.serving.records import SERVING, ServingRun
+from specbench.stats import MIN_CLUSTERS
+from specbench.tables import MISSING, NO_BREAK, Cell, Column, Heading, Note, Page, Table
+
+DEFINITIONS = {
+    "load": "arrivals per second over the most requests per second that vanilla serves at the "
+    "largest batch, from a pass in which all came at once; above 1 the queue grows as long as "
+    "requests come",
+    "latency": "seconds from a request's arrival to its last token",
+    "of vanilla's": "the sum of latencies over vanilla's, at the same rate, of the same requests "
+    "arriving at the same times; above 1 speculation hurts. The 95 % interval is over "
+    f"{NUM_BLOCKS} blocks of requests that came one after another, as these wait in one queue; "
+    f"under {MIN_CLUSTERS} blocks there is none. Verdicts are corrected for their number (Holm). "
+    "What a machine's drift does to a whole pass is not in it: see whether rounds agree",
+    "first token": "seconds from the arrival to the end of the step that brought the first tokens: "
+    "the wait, the prefill, and the prefills of those that joined at once",
+    "waited": "seconds from the arrival to when it left the queue",
+    "ms /token": "from the first tokens to the last, over the tokens after the first",
+    "tokens/s": "committed tokens per second of those in which any request was there",
+    "batch": "rows decoded together, mean over steps",
+    "tau": "committed tokens per row and step; vanilla's is exactly 1",
+    "lossless": "outputs against the target's own, each request decoded alone: exact, tie (within "
+    "the numerical tolerance), BROKEN, in law (drafts were drawn), LOSSY",
+    "failed": "requests without an output; those beside them in the batch began anew, which is in "
+    "their times",
+    "50/90/99": "percentiles over requests",
+}
+
+
+def page(run: ServingRun, *, define: bool = True) -> Page:
+    """All that is shown of a serving run.
+
+    Args:
+        run: as filed.
+        define: whether its words are explained.
+    """
+    results = summarise(run.passes)
+    as_run = Run(run.folder, run.info)
+    failures = [*run.failures, *(failure for one in run.passes for failure in one.failures)]
+    elements: list[Heading | Note | Table] = [
+        Heading(f"Serving: {title(as_run)}", 1),
+        Note(_settings(run)),
+        *(Note(line, "bad") for line in [*_missing(run), *doubts(as_run, SERVING.info)]),
+        *(Note(line, "bad") for line in [*failure_lines(failures), *_noisy(results)]),
+    ]
+    for _, same in groupby(results, lambda r: r.rate):
+        at_rate = list(same)
+        elements += [Heading(_rate(at_rate[0]), 2), _latencies(at_rate), _throughputs(at_rate)]
+    elements += [Heading("Where it hurts", 2), *(Note(s, "strong") for s in verdicts(results))]
+    elements.append(Heading("How it was measured", 2))
+    section = Section(union=as_run, runs=[as_run], differs=())
+    elements += [Note(line) for line in provenance_lines(section)]
+    if define:
+        columns = [Column("word", numbers=False), Column("meaning", numbers=False)]
+        rows = [[Cell(word), Cell(text)] for word, text in DEFINITIONS.items()]
+        elements += [Heading("Definitions", 2), Table("", columns, rows)]
+    return elements
+
+
+def verdicts(results: Sequence[Result]) -> list[str]:
+    """Of each method under each controller, from which rate on speculation hurts, in words."""
+    named: dict[str, list[Result]] = {}
+    for result in results:
+        if result.method != BASELINE:
+            named.setdefault(f"{result.method}, {_breakable(result.controller)}", []).append(result)
+    return [f"{name}: {_verdict(own)}" for name, own in named.items()]
+
+
+def _verdict(results: Sequence[Result]) -> str:
+    """Of the results of one method and controller, the lowest rate first."""
+    known = [(result, result.latency_ratio) for result in results if result.latency_ratio]
+    if len(known) < len(results):
+        return "not known, it could not be compared with vanilla at every rate"
+    above = [result for result, ratio in known if ratio.value > 1]
+    sure = [result for result, ratio in known if ratio.verdict == "slower"]
+    first = hurts_from(results)
+    if not above:
+        return f"does not hurt up to {_at(results[-1])} ({_latency(results[-1])})"
+    if first is None:
+        where = f"hurts at {_places(above)}, but not at {_at(results[-1])}"
+        where += f" ({_latency(results[-1])})"
+    else:
+        where = "hurts at every rate here, from" if first is results[0] else "hurts from"
+        where += f" {_at(first)} on ({_latency(first)})"
+        others = [result for result in above if result.rate < first.rate]
+        where += f", and at {_places(others)}" if others else ""
+    return f"{where}; beyond doubt {f'at {_places(sure)}' if sure else 'nowhere'}"
+
+
+def _places(results: Sequence[Result]) -> str:
+    return " and ".join(_at(result) for result in results)
+
+
+def _latency(result: Result) -> str:
+    assert result.latency_ratio is not None
+    return f"latency there {_numbers(result.latency_ratio)}"
+
+
+def _at(result: Result) -> str:
+    return f"load {result.load:g}" if result.load is not None else f"{result.rate:g} requests/s"
+
+
+def _rate(result: Result) -> str:
+    rate = f"{number(result.rate)} requests/s"
+    return rate if result.load is None else f"load {result.load:g}: {rate}"
+
+
+def _settings(run: ServingRun) -> str:
+    settings = run.info["settings"]
+    temperature = settings.get("temperature")
+    saturated = [one for one in run.passes if one.about.rate is None and one.served]
+    parts = [
+        f"{len(run.references)} requests at each rate and round, from "
+        + ", ".join(run.info["workloads"]),
+        f"rounds {settings.get('rounds')}",
+        f"at most {settings.get('max_batch')} at once and {settings.get('max_new_tokens')} tokens",
+        f"T={temperature:g}, rule {settings.get('sampling')}" if temperature else "greedy",
+        *(f"vanilla's capacity {capacity(one.served):.3g} requests/s" for one in saturated),
+    ]
+    return "; ".join(parts)
+
+
+def _missing(run: ServingRun) -> list[str]:
+    if not run.missing:
+        return []
+    parts = len(run.info["shards"])
+    return [f"the run did not end: {len(run.missing)} of {parts} parts are missing"]
+
+
+def _noisy(results: Sequence[Result]) -> list[str]:
+    return [
+        f"noisy: {result.method}, {result.controller} at {_at(result)}, its latency ranges from "
+        f"{min(result.ratio_by_round):.2f}x to {max(result.ratio_by_round):.2f}x of vanilla's "
+        "between rounds, further than its interval; measure again on a quiet machine or with more "
+        "--rounds"
+        for result in results
+        if result.is_noisy
+    ]
+
+
+_Show = Callable[[Result], Cell | str]
+_Part = Callable[[Metrics], str]
+
+
+def _latencies(results: Sequence[Result]) -> Table:
+    return _table(
+        "seconds, percentiles 50/90/99",
+        results,
+        [
+            (Column("latency"), _of(lambda m: _three(m.latency))),
+            (Column("of vanilla's", numbers=False), _ratio),
+            (Column("first token"), _of(lambda m: _three(m.first_token))),
+            (Column("waited"), _of(lambda m: _three(m.queueing))),
+        ],
+    )
+
+
+def _throughputs(results: Sequence[Result]) -> Table:
+    return _table(
+        "what was done",
+        results,
+        [
+            (Column("ms /token 50/90/99"), _of(_tokens)),
+            (Column("tokens/s"), _of(lambda m: number(m.tokens_per_s, 1))),
+            (Column("batch"), _of(lambda m: number(m.mean_batch))),
+            (Column("tau"), _of(lambda m: number(m.tau))),
+            (Column("lossless", numbers=False), _lossless),
+            (Column("failed"), lambda r: Cell(str(r.num_failed), "bad" if r.num_failed else "")),
+        ],
+    )
+
+
+def _table(name: str, results: Sequence[Result], columns: Sequence[tuple[Column, _Show]]) -> Table:
+    first: list[tuple[Column, _Show]] = [
+        (Column("method", numbers=False), lambda r: r.method),
+        (
+            Column("controller", numbers=False),
+            lambda r: MISSING if r.method == BASELINE else _breakable(r.controller),
+        ),
+    ]
+    shown = [*first, *columns]
+    rows = [[_cell(show(result)) for _, show in shown] for result in results]
+    return Table(name, [column for column, _ in shown], rows)
+
+
+def _cell(shown: Cell | str) -> Cell:
+    return shown if isinstance(shown, Cell) else Cell(shown)
+
+
+def _breakable(controller: str) -> str:
+    """With spaces where a long one may be broken."""
+    return controller.replace(":", ": ", 1).replace(",", ", ")
+
+
+def _of(part: _Part) -> _Show:
+    return lambda result: part(result.metrics) if result.metrics else MISSING
+
+
+def _three(found: Percentiles, scale: float = 1.0, digits: int = 2) -> str:
+    return "/".join(number(scale * value, digits) for value in found)
+
+
+def _tokens(metrics: Metrics) -> str:
+    return _three(metrics.token, 1e3, 0) if metrics.token else MISSING
+
+
+def _ratio(result: Result) -> Cell:
+    ratio = result.latency_ratio
+    if ratio is None:
+        return Cell("baseline" if result.method == BASELINE else MISSING)
+    if ratio.interval is None:
+        return Cell(f"{ratio.value:.2f}x, too few requests to tell")
+    tone = {"faster": "good", "slower": "bad"}.get(ratio.verdict, "")
+    return Cell(f"{_numbers(ratio)} {ratio.verdict}", tone)
+
+
+def _numbers(ratio: Ratio) -> str:
+    if ratio.interval is None:
+        return f"{ratio.value:.2f}x"
+    low, high = map(number, ratio.interval)
+    return f"{ratio.value:.2f}x{NO_BREAK}[{low},{NO_BREAK}{high}]"
+
+
+def _lossless(result: Result) -> Cell:
+    if result.metrics is None:
+        return Cell(MISSING)
+    counts, p = result.metrics.lossless, result.metrics.law_p
+    unlawful = p is not None and p < LEAST_LAW_P
+    text = losslessness(counts)
+    if unlawful:
+        text = text.replace("in law", "NOT in law")
+    law = "" if p is None else f" (p{NO_BREAK}{p:.2g})"
+    bad = unlawful or "broken" in counts or "lossy" in counts
+    return Cell(text + law, "bad" if bad else "")
