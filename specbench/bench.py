@@ -15,8 +15,8 @@ import torch
 from specbench import lossless
 from specbench.arithmetic import count_flops
 from specbench.config import RunConfig
+from specbench.controllers import Controllers
 from specbench.decode import Decoder
-from specbench.depth import Choice
 from specbench.messages import in_one_line
 from specbench.method import Method, Request, Row
 from specbench.records import (
@@ -87,6 +87,7 @@ class Bench:
 
     def __init__(self, config: RunConfig, target: Target, methods: Mapping[str, Method]) -> None:
         self.config, self.target, self.methods = config, target, methods
+        self.controllers = Controllers(config.batch_size)
 
     def warm_up(self) -> None:
         """Decodes a little with every method, greedily and not, in a batch."""
@@ -199,7 +200,7 @@ class Bench:
         decoder = Decoder(
             self.target,
             method,
-            Choice.read(method.config.controller).make(method.config),
+            self.controllers.make(method),
             sampling,
             max_rows=len(requests),
             lap=watch.lap,

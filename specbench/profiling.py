@@ -11,14 +11,14 @@ from statistics import fmean
 import psutil
 import torch
 
-from specbench.conformance.targets import ending
 from specbench.decode import Decoder
-from specbench.depth import Fixed
+from specbench.depth import Fixed, Recorder
+from specbench.depth.calibration import Sample
 from specbench.method import Method, Request
 from specbench.profile import Pass, PassTimes, StepSamples
 from specbench.sampling import Sampling, request_key
 from specbench.stopwatch import Stopwatch
-from specbench.target import KVCache, Target
+from specbench.target import KVCache, Target, ending
 from specbench.tree import Tree
 
 _BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}
@@ -150,6 +150,26 @@ def measure_steps(
         )
         for (num, depth), found in grid.items()
     ]
+
+
+def record_samples(
+    target: Target, method: Method, *, tokens: int = 48, seed: int = 0
+) -> list[list[Sample]]:
+    """How sure the drafter was of its chains, and how many of its tokens were taken, as it decodes
+    a few texts greedily to its full depth: the samples of each text, to calibrate on and to check
+    with. None for a drafter without chances, or of trees.
+
+    Raises:
+        ValueError: the target has no tokenizer.
+    """
+    found = []
+    with ending(target):
+        for request in _requests(target, len(_TEXTS), tokens, seed):
+            recorder = Recorder(method.config.depth, method.config.max_nodes)
+            Decoder(target, method, recorder, Sampling()).run([request])
+            found.append(recorder.samples)
+    method.reset()
+    return found
 
 
 def _tokens_needed(depths: Sequence[int]) -> int:

@@ -11,7 +11,6 @@ import torch
 from specbench import profiling
 from specbench.cli import main
 from specbench.conformance.models import save_tiny_model, tiny_target
-from specbench.conformance.targets import ending
 from specbench.method import Batch, Budget, Method, MethodConfig, Proposal
 from specbench.profile import Pass, load_profile, step_table
 from specbench.profiler import ProfileConfig
@@ -22,7 +21,7 @@ from specbench.profiling import (
     measure_steps,
     memory_bytes,
 )
-from specbench.target import Target
+from specbench.target import Target, ending
 from specbench.tree import Tree
 
 

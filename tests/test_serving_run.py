@@ -120,15 +120,6 @@ def test_prompts_are_chosen_by_the_seed_each_once_and_without_later_turns(folder
         choose_prompts(workloads, 11, 0)
 
 
-def test_a_controller_that_goes_by_step_times_is_refused(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("goodput", "survival"):
-        assert serve("--controllers", name, "--out", tmp_path / "run") == 2
-        assert f"controller {name} goes by step times" in capsys.readouterr().err
-        assert not (tmp_path / "run").exists()
-
-
 # A run.
 
 

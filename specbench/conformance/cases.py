@@ -19,7 +19,6 @@ from specbench.conformance.decoding import (
 from specbench.conformance.faults import BUDGET, COUNTING, METADATA, RULE, Fault
 from specbench.conformance.models import tiny_tokenizer
 from specbench.conformance.targets import (
-    ending,
     half_target,
     law_target,
     main_target,
@@ -32,6 +31,7 @@ from specbench.depth import Fixed
 from specbench.lossless import compare
 from specbench.method import Budget, Request, Row
 from specbench.sampling import Sampling
+from specbench.target import ending
 
 COUPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, rule="coupled")
 REJECTION = replace(COUPLED, rule="rejection")

@@ -1,7 +1,5 @@
 """The tiny targets that methods are checked on; each is made once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -61,16 +59,6 @@ def law_target() -> Target:
     well."""
     model = tiny_model(vocab_size=law.VOCAB, seed=1, initializer_range=0.15, eos_token_id=None)
     return Target(model, tiny_tokenizer(), name="law")
-
-
-@contextmanager
-def ending(target: Target, *eos_ids: int) -> Iterator[Target]:
-    """A target with other end-of-sequence tokens."""
-    before, target.eos_ids = target.eos_ids, frozenset(eos_ids)
-    try:
-        yield target
-    finally:
-        target.eos_ids = before
 
 
 def trained_on(target: Target) -> Target:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbench.depth.calibration import Calibration
 from specbench.depth.controller import Bounded, DepthController
 from specbench.depth.feedback import Confidence, Ema, Heuristic
 from specbench.depth.goodput import Goodput
@@ -28,7 +27,7 @@ CONTROLLERS: Mapping[str, type[Bounded]] = {
 }
 """By name."""
 
-_MEASURED = ("times", "calibration")
+_MEASURED = ("times", "drafting", "calibration")
 """Knobs that are measured, not given."""
 
 
@@ -109,20 +108,20 @@ class Choice:
         self,
         config: MethodConfig,
         times: StepTimes | None = None,
-        calibration: Calibration | None = None,
+        **measured: Any,
     ) -> DepthController:
         """The controller, within a method's depth and nodes.
+
+        Args:
+            config: the method's.
+            times, measured: what its class takes of `_MEASURED`.
 
         Raises:
             ValueError: step times are missing, or a knob is missing or out of range.
         """
-        measured = {"times": times, "calibration": calibration}
-        given = {
-            name: value
-            for name, value in measured.items()
-            if value is not None and name in _parameters(self.name)
-        }
-        return make_controller(self.name, config.depth, config.max_nodes, **self.knobs, **given)
+        if times is not None and self.needs_times:
+            measured["times"] = times
+        return make_controller(self.name, config.depth, config.max_nodes, **self.knobs, **measured)
 
 
 class _NoTimes:

@@ -19,7 +19,8 @@ class Survival(Bounded):
 
     Args:
         depth, max_nodes: the most that is drafted.
-        times: what steps cost.
+        times: what steps cost, or if ``drafting`` is given, what they cost whose drafts are there.
+        drafting: what drafting to the full depth takes; told of rows alone.
         calibration: of the drafter's chances. A drafter without chances gets those with which a
             row's tokens at each depth were taken so far.
     """
@@ -32,10 +33,11 @@ class Survival(Bounded):
         max_nodes: int,
         *,
         times: StepTimes,
+        drafting: StepTimes | None = None,
         calibration: Calibration = Calibration(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__(depth, max_nodes)
-        self.times, self.calibration = times, calibration
+        self.times, self.drafting, self.calibration = times, drafting, calibration
         self.rows: Sequence[Row] = ()
         self.reset()
 
@@ -44,7 +46,7 @@ class Survival(Bounded):
         self.rows = rows
         idle = len(rows) / self.times.step_s([0] * len(rows))
         pays = any(
-            len(rows) * (1 + depth) / self.times.step_s([depth] * len(rows)) > idle
+            len(rows) * (1 + depth) / self._step_s([depth] * len(rows)) > idle
             for depth in range(1, 1 + self.budget.depth)
         )
         return [self.budget if pays else Budget(0, 0)] * len(rows)
@@ -55,7 +57,7 @@ class Survival(Bounded):
         survivals = [[1.0] for _ in nodes]
         queue: list[tuple[float, int]] = []
         tokens = float(len(nodes))
-        rate = tokens / self.times.step_s(nodes)
+        rate = tokens / self._step_s(nodes)
 
         def enqueue(row: int) -> None:
             if found := admission.next(row):
@@ -69,11 +71,16 @@ class Survival(Bounded):
             _, row = heappop(queue)
             nodes[row] += 1
             tokens += survivals[row][-1]
-            before, rate = rate, tokens / self.times.step_s(nodes)
+            before, rate = rate, tokens / self._step_s(nodes)
             if rate <= before:
                 break
             admission.admit(row)
             enqueue(row)
+
+    def _step_s(self, nodes: Sequence[int]) -> float:
+        """Of a step that has drafted, whatever of that it verifies."""
+        drafting_s = self.drafting.step_s([0] * len(nodes)) if self.drafting else 0.0
+        return drafting_s + self.times.step_s(nodes)
 
     def _chance(self, row: int, found: Candidate) -> float:
         if found.chance is None:

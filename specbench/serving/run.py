@@ -12,10 +12,10 @@ import torch
 
 from specbench import lossless, provenance
 from specbench.bench import Job
+from specbench.controllers import Controllers
 from specbench.decode import Decoder
 from specbench.depth import Choice, DepthController
 from specbench.layout import Node, most_threads, plan_layout
-from specbench.method import Method
 from specbench.plan import check_writable, run_info
 from specbench.progress import Progress
 from specbench.records import BASELINE, FailureRecord, Record, ReferenceRecord
@@ -108,20 +108,6 @@ def choose_prompts(workloads: Sequence[Workload], count: int, seed: int) -> list
     ]
 
 
-def _controller(method: Method, choice: Choice) -> DepthController:
-    """A method's controller.
-
-    Raises:
-        ValueError: it goes by step times, which are not measured here.
-    """
-    if choice.needs_times:
-        raise ValueError(
-            f"controller {choice.name} goes by step times, which `specbench serve` does not "
-            "measure; valid: controllers that need none"
-        )
-    return choice.make(method.config)
-
-
 class _Serving:
     """One run on a worker that has loaded everything."""
 
@@ -139,11 +125,13 @@ class _Serving:
         self.sampling = worker.config.sampling_for(workloads[0].decoding)
         self.jobs: dict[tuple[str, str], Job] = {}
         """By workload and id; in the order of arrival."""
+        self.controllers = Controllers(config.max_batch)
         for entry in self.entries:
             self._controller(entry)
 
     def _controller(self, entry: Entry) -> DepthController:
-        return _controller(self.worker.methods[entry.method], Choice.read(entry.controller))
+        choice = Choice.read(entry.controller)
+        return self.controllers.make(self.worker.methods[entry.method], choice)
 
     def shards(self) -> list[str]:
         """All that will be filed."""

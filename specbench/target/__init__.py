@@ -3,7 +3,7 @@ partial stack."""
 
 from specbench.target.cache import KVCache
 from specbench.target.loading import DEFAULT_TARGET, DTYPES, load_target
-from specbench.target.model import FINAL, Forward, Resume, Target, fingerprint
+from specbench.target.model import FINAL, Forward, Resume, Target, ending, fingerprint
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -13,6 +13,7 @@ __all__ = [
     "KVCache",
     "Resume",
     "Target",
+    "ending",
     "fingerprint",
     "load_target",
 ]

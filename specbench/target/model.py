@@ -8,7 +8,8 @@ vocabulary, h hidden.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -352,6 +353,16 @@ class Target:
             if not torch.equal(alone.logits_BMV[0, 0], expected_V):
                 return False
         return True
+
+
+@contextmanager
+def ending(target: Target, *eos_ids: int) -> Iterator[Target]:
+    """A target with other end-of-sequence tokens."""
+    before, target.eos_ids = target.eos_ids, frozenset(eos_ids)
+    try:
+        yield target
+    finally:
+        target.eos_ids = before
 
 
 def fingerprint(model: nn.Module) -> str:
