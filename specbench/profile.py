@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from specbench.costs import Shape
 from specbench.depth import StepTable
+from specbench.depth.calibration import Sample
 from specbench.files import write_atomically
 from specbench.messages import in_one_line
 from specbench.records import Strict
@@ -102,6 +103,7 @@ class Profile(Strict):
         shape: of the target.
         passes: the grid of forwards; one token a row among them.
         steps: by method; a full grid of rows and depths, 0 among them.
+        samples: by method whose drafts are chains with chances, of each of a few texts.
         bandwidth: bytes a second, read.
         rate: FLOPs a second in the target's dtype.
         memory_bytes: that the device has.
@@ -114,6 +116,7 @@ class Profile(Strict):
     shape: Shape
     passes: list[PassTimes]
     steps: dict[str, list[StepSamples]]
+    samples: dict[str, list[list[Sample]]]
     bandwidth: float
     rate: float
     memory_bytes: float

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from specbench.depth.calibration import check_calibration
 from specbench.machines import Machine
 from specbench.profile import Profile
 from specbench.roofline import Analysis, Knee, analyse, breadths, drafting, knees, machine
@@ -15,6 +16,9 @@ _READING = (
     "n*: the most tokens a row for which a forward costs at most 10 % more than for one",
     "level: seconds of drafting for each level of depth, over the forward of a step without a "
     "draft; other: bookkeeping",
+    "calibration error: mean distance between how likely the drafter calls it that its tokens down "
+    "to a depth are taken, and how often they are, in 15 bins; calibrated: after temperatures that "
+    "were fitted to other texts",
     "a step's ms stand for its text: rows of a few fixed texts, short, decoded greedily",
 )
 
@@ -31,6 +35,7 @@ def page(profile: Profile) -> Page:
         _knees(knees(profile)),
         *_breadths(profile),
         *_drafters(profile),
+        *_reliability(profile),
         Heading("How to read it", 3),
         *(Note(text) for text in _READING),
     ]
@@ -175,3 +180,28 @@ def _drafters(profile: Profile) -> list[Note | Table]:
         for one in drafting(steps)
     ]
     return [Table("steps of the drafters", columns, rows)] if rows else []
+
+
+def _reliability(profile: Profile) -> list[Note | Table]:
+    """Of the methods whose drafts are chains with chances."""
+    columns = [
+        Column("method", numbers=False),
+        Column("depth"),
+        Column("drafts"),
+        Column("calibration error"),
+        Column("temperature"),
+        Column("calibrated"),
+    ]
+    rows = [
+        [
+            Cell(name),
+            Cell(str(one.depth)),
+            Cell(str(one.num)),
+            Cell(f"{one.believed:.3f}"),
+            Cell(f"{one.temperature:.2f}"),
+            Cell(f"{one.calibrated:.3f}"),
+        ]
+        for name, texts in profile.samples.items()
+        for one in check_calibration(texts)
+    ]
+    return [Table("how far the drafters' chances can be believed", columns, rows)] if rows else []

@@ -14,6 +14,7 @@ from specbench.profiling import (
     measure_rate,
     measure_steps,
     memory_bytes,
+    record_samples,
 )
 from specbench.records import BASELINE
 from specbench.target.loading import DEFAULT_TARGET
@@ -121,13 +122,15 @@ def measure(config: ProfileConfig, say: Callable[[str], None] = lambda text: Non
     rate = measure_rate(target.device, target.dtype)
     say(f"measuring {len(grid.passes)} forwards, {config.repeats} times each")
     passes = measure_forwards(target, grid.passes, config.repeats)
-    steps = {}
+    steps, samples = {}, {}
     for name, method in methods.items():
         say(f"measuring steps of {name}")
         depths = (0,) if name == BASELINE else config.depths
         steps[name] = measure_steps(
             target, method, config.batches, depths, repeats=config.repeats, seed=config.seed
         )
+        if name != BASELINE and any(texts := record_samples(target, method, seed=config.seed)):
+            samples[name] = texts
     return Profile(
         provenance={
             **started,
@@ -143,6 +146,7 @@ def measure(config: ProfileConfig, say: Callable[[str], None] = lambda text: Non
         shape=shape,
         passes=passes,
         steps=steps,
+        samples=samples,
         bandwidth=bandwidth,
         rate=rate,
         memory_bytes=memory_bytes(target.device),

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from specbench.costs import Shape, forward_cost
+from specbench.depth.calibration import Sample
 from specbench.machines import Machine
 from specbench.profile import PassTimes, Profile, StepSamples
 
@@ -79,6 +80,7 @@ def made_profile(**parts: Any) -> Profile:
             "shape": SMALL,
             "passes": made_passes(),
             "steps": {"vanilla": made_steps(depths=(0,)), "echo": made_steps()},
+            "samples": {"echo": [[Sample((0.9, 0.9), taken % 3)] for taken in range(8)]},
             "bandwidth": MACHINE.bandwidth,
             "rate": MACHINE.rate,
             "memory_bytes": 2.0**30,

@@ -26,7 +26,7 @@ from specbench.depth import (
     Survival,
     make_controller,
 )
-from specbench.depth.calibration import Sample, expected_error, reliability
+from specbench.depth.calibration import Sample, check_calibration, expected_error, reliability
 from specbench.depth.feedback import best_threshold
 from specbench.method import Budget, Proposal, Row, Step, Verdict
 from specbench.sampling import Sampling
@@ -75,6 +75,14 @@ def tell(
 
 def depths(controller: DepthController, drafting: Sequence[Row]) -> list[int]:
     return [budget.depth for budget in controller.choose(drafting)]
+
+
+def test_calibration_is_checked_on_texts_that_it_was_not_fitted_to() -> None:
+    random = np.random.default_rng(0)
+    texts = [[Sample((0.9,), int(random.random() < 0.5)) for _ in range(300)] for _ in range(8)]
+    (found,) = check_calibration(texts)
+    assert found.num == 1200 and found.temperature > 5
+    assert found.believed == pytest.approx(0.4, abs=0.05) and found.calibrated < 0.1
 
 
 def test_off_above_batch_drafts_nothing_from_that_batch_on() -> None:

@@ -93,6 +93,34 @@ class Calibration:
         return np.array(products, dtype=np.float64)
 
 
+class Reliability(NamedTuple):
+    """How far a drafter's survival down to a depth, the product of its chances, can be believed:
+    expected calibration errors on texts that nothing was fitted to."""
+
+    depth: int
+    num: int
+    temperature: float
+    believed: float
+    """As it is."""
+    calibrated: float
+
+
+def check_calibration(texts: Sequence[Sequence[Sample]]) -> list[Reliability]:
+    """Fits to the samples of every other text and checks on the rest, by depth."""
+    fitted = Calibration.fit([sample for text in texts[::2] for sample in text])
+    held_out = [sample for text in texts[1::2] for sample in text]
+    found = []
+    for depth, temperature in enumerate(fitted.temperatures, start=1):
+        deep = [sample for sample in held_out if len(sample.chances) >= depth]
+        survived = np.array([sample.matched >= depth for sample in deep], dtype=np.float64)
+        believed, calibrated = (
+            expected_error(calibration.survivals(deep, depth), survived)
+            for calibration in (Calibration(), fitted)
+        )
+        found.append(Reliability(depth, len(deep), temperature, believed, calibrated))
+    return found
+
+
 class Bin(NamedTuple):
     """Predictions that are about alike."""
 
