@@ -5,10 +5,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specbench.commands import conform, lists, profile, results, run, serve, simulate, sweep, train
+from specbench.commands import (
+    compare,
+    conform,
+    lists,
+    profile,
+    results,
+    run,
+    serve,
+    simulate,
+    sweep,
+    train,
+)
 from specbench.commands.arguments import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, Call, Parser
 
-_MODULES = (run, sweep, serve, results, profile, simulate, train, conform, lists)
+_MODULES = (run, sweep, serve, results, profile, compare, simulate, train, conform, lists)
 _CALLS: dict[str, Call] = {name: call for module in _MODULES for name, call in module.CALLS.items()}
 
 

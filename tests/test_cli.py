@@ -137,6 +137,16 @@ COMMANDS = {
         "--out",
         "--format",
     },
+    "compare": {
+        "run",
+        "--profile",
+        "--method",
+        "--workload",
+        "--batches",
+        "--controllers",
+        "--depth",
+        "--format",
+    },
     "simulate": {
         "run",
         "--method",
@@ -384,7 +394,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (
             "measure",
             "invalid choice: measure (choose from run, sweep, serve, report, check, baseline, "
-            "explain, profile, simulate, train, conform, methods, workloads)",
+            "explain, profile, compare, simulate, train, conform, methods, workloads)",
         ),
         ("run --out=", "argument --out:  names no folder"),
         ("report", "the following arguments are required: DIR"),

@@ -47,6 +47,18 @@ def floats(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in names(text))
 
 
+def controllers(text: str) -> tuple[str, ...]:
+    """Controllers with commas between them, and between the knobs of one: what has ``=`` in its
+    first part goes on with the one before it."""
+    found: list[str] = []
+    for part in names(text):
+        if found and "=" in part.partition(":")[0]:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return tuple(found)
+
+
 def read_knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:
     knobs: dict[str, dict[str, str]] = {}
     for setting in settings:

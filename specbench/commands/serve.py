@@ -16,6 +16,7 @@ from specbench.commands.arguments import (
     EXIT_INTERRUPTED,
     Call,
     Commands,
+    controllers,
     floats,
     folder,
     given,
@@ -79,18 +80,6 @@ def add(commands: Commands) -> None:
     add("--out", metavar="DIR", type=folder, help="a new folder for the results (runs/<time>)")
     add("--report", metavar="DIR", type=folder, help="show what is in a folder again")
     serve.add_argument("--format", choices=("rich", "md"), default="rich")
-
-
-def controllers(text: str) -> tuple[str, ...]:
-    """Controllers with commas between them, and between the knobs of one: what has ``=`` in its
-    first part goes on with the one before it."""
-    found: list[str] = []
-    for part in names(text):
-        if found and "=" in part.partition(":")[0]:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return tuple(found)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

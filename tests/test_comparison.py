@@ -1,0 +1,78 @@
+"""Controllers compared on made-up outputs at made-up step times."""
+
+from pathlib import Path
+
+import pytest
+
+from specbench.cli import main
+from specbench.comparison import compare
+from specbench.profile import write_profile
+from specbench.trace import Mark, Trace
+from tests.made_profiles import made_profile, made_steps
+from tests.made_runs import filed_run, paired
+from tests.test_trace import TIMES
+
+RIGHT, WRONG = Mark.RIGHT, Mark.WRONG
+ALWAYS: list[Trace] = [[RIGHT] * 60] * 8
+NEVER: list[Trace] = [[WRONG] * 60] * 8
+
+
+def regrets(traces: list[Trace], batch: int) -> dict[str, float]:
+    return {one.name: one.regret for one in compare(traces, TIMES, [batch], depth=4)}
+
+
+def test_where_all_is_right_the_deepest_draft_misses_next_to_nothing() -> None:
+    found = regrets(ALWAYS, 1)
+    assert min(found, key=found.__getitem__) in ("fixed at 4", "confidence", "goodput", "survival")
+    assert found["fixed at 4"] < 0.01 < found["fixed at 1"] < found["fixed at 0"]
+
+
+def test_where_nothing_is_right_drafting_is_what_is_missed() -> None:
+    found = regrets(NEVER, 8)
+    assert found["fixed at 0"] == pytest.approx(0, abs=1e-9)
+    assert found["goodput"] < found["fixed at 1"] < found["fixed at 4"]
+
+
+def test_a_depth_beyond_the_step_times_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--depth 9 is out of range; valid: 1\.\.8"):
+        compare(ALWAYS, TIMES, [1], depth=9)
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a run and a profile in it."""
+    monkeypatch.chdir(tmp_path)
+    filed_run(tmp_path / "run", paired("echo", 2, num_prompts=8), workloads={"code": {}})
+    write_profile(tmp_path / "here.json", made_profile(steps={"echo": made_steps(level_s=0.01)}))
+    return tmp_path
+
+
+def test_the_command_shows_each_controller_at_each_batch(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "compare run --profile here.json --method echo --format md"
+    asked = ["--controllers", "ema:tiers=1/3,warm_up=2,goodput", "--batches", "1,4"]
+    assert main([*words.split(), *asked]) == 0
+    shown = capsys.readouterr().out
+    names = [line.split("|")[1].strip() for line in shown.splitlines() if line.startswith("|")]
+    fixed = [f"fixed at {depth}" for depth in range(4)]
+    assert names[2:] == [*fixed, "ema:tiers=1/3,warm_up=2", "goodput"]
+    assert "B=1 tokens/s" in shown and "B=4 tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--method eco", "no outputs of method 'eco'"),
+        ("--method echo --workload prose", "no outputs of method 'echo' on prose"),
+        ("--method vanilla", "the profile has no drafts of method 'vanilla'"),
+        ("--method echo --batches 9", "--batches 9 is beyond the profile; valid: 1..4"),
+        ("--method echo --controllers fixt", "unknown controller 'fixt' (did you mean 'fixed'?)"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    at: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "run", "--profile", "here.json", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
