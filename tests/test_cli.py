@@ -68,6 +68,7 @@ COMMANDS = {
         "--no-ray",
         "--format",
         "--plots",
+        "--profile",
     },
     "serve": {
         "--target",

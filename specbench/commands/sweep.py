@@ -28,7 +28,9 @@ from specbench.messages import option
 if TYPE_CHECKING:
     from specbench.sweep.running import Sweep
 
-_NO_SETTINGS = ("out", "resume", "report", "no_ray", "format", "plots", "knobs")
+_SHOWN = ("format", "plots", "profile")
+"""What says how a sweep is shown."""
+_NO_SETTINGS = ("out", "resume", "report", "no_ray", "knobs", *_SHOWN)
 
 
 def add(commands: Commands) -> None:
@@ -71,14 +73,19 @@ def add(commands: Commands) -> None:
     add("--report", metavar="DIR", type=folder, help="show a sweep again, measure nothing")
     sweep.add_argument("--no-ray", action="store_true", help="run in this process")
     sweep.add_argument("--format", choices=("rich", "md"), default="rich")
+    add("--profile", metavar="FILE", type=Path, help="hold its predictions against the sweep")
     sweep.add_argument("--plots", action="store_true", help="draw curves, in DIR/plots")
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from specbench.profile import load_profile
+
     if arguments.plots:
         from specbench.sweep import plots
 
         plots.require()
+    if "profile" in arguments:
+        arguments.profile = load_profile(arguments.profile)
     if "report" in arguments:
         _refuse(arguments, "report", ())
         return _show(arguments.report, arguments)
@@ -120,11 +127,11 @@ def _plan(arguments: argparse.Namespace) -> "Sweep":
 
 def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) -> None:
     """Refuses settings beside a folder that has its own."""
-    extra = set(given(arguments, "no_ray", "format", "plots", "knobs", mode, *allowed))
+    extra = set(given(arguments, *_SHOWN, "no_ray", "knobs", mode, *allowed))
     if arguments.knobs:
         extra.add("set")
     if extra:
-        valid = ", ".join(map(option, (*allowed, "no_ray", "format", "plots")))
+        valid = ", ".join(map(option, (*allowed, "no_ray", *_SHOWN)))
         raise ValueError(
             f"{option(mode)} takes the sweep's own settings; remove "
             f"{', '.join(map(option, sorted(extra)))}; valid beside it: {valid}"
@@ -133,11 +140,14 @@ def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) 
 
 def _show(folder: Path, arguments: argparse.Namespace) -> int:
     from specbench import tables
-    from specbench.sweep import pages, plots, points, running
+    from specbench.sweep import pages, plots, points, running, validation
 
     runs = running.read_runs(folder)
     found = points.measure(runs)
     page = pages.page(runs, found, running.read_about(folder)["notes"])
+    if "profile" in arguments:
+        predicted = validation.predictions(arguments.profile, runs, found)
+        page = [*page, *validation.page(predicted)]
     if arguments.format == "rich":
         tables.print_page(page, Console())
     else:

@@ -1,0 +1,123 @@
+"""A profile's predictions held against a sweep: from the deepest drafts of the smallest batch size
+the speed-up of every depth and batch size is predicted. Pure functions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from specbench.prediction import predict
+from specbench.profile import Profile
+from specbench.records import RequestRecord, Run
+from specbench.sweep.choices import by_setting
+from specbench.sweep.points import Point, Points
+from specbench.tables import Cell, Column, Heading, Note, Page, Table
+
+_READING = (
+    "predicted: outputs recorded at the method's deepest setting and the smallest batch size are "
+    "replayed at each depth, in batches as they were decoded, with the profile's step times; error: "
+    "predicted / measured - 1; inside: whether the measured interval holds the prediction. A profile "
+    "of the same machine, threads and dtype is meant"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A point of a sweep, predicted.
+
+    Args:
+        point: as measured.
+        predicted: its speed-up over vanilla at the same batch size.
+    """
+
+    point: Point
+    predicted: float
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.point.gain - 1 if self.point.gain else None
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the measured interval holds it; None if there is none."""
+        estimate = self.point.result.speed_up
+        interval = estimate.interval() if estimate else None
+        return interval.low <= self.predicted <= interval.high if interval else None
+
+
+def predictions(
+    profile: Profile, runs: Mapping[int, Run], points: Points
+) -> dict[str, list[Prediction]]:
+    """By workload: every point that was measured and can be predicted.
+
+    Raises:
+        ValueError: none of a method's can, as the profile lacks it or is of a smaller grid.
+    """
+    return {
+        workload.about.metrics.workload: [
+            prediction
+            for own in workload.by_method.values()
+            for prediction in _of_method(profile, runs, workload.about.metrics.workload, own)
+        ]
+        for workload in points.workloads
+    }
+
+
+def _of_method(
+    profile: Profile, runs: Mapping[int, Run], workload: str, points: Sequence[Point]
+) -> Iterator[Prediction]:
+    deepest = max(by_setting(points), key=lambda setting: setting.depth)
+    recorded = _records(runs[min(runs)], workload, deepest.name)
+    for point in points:
+        if point.setting and point.gain:
+            predicted = predict(
+                profile, point.setting.method, recorded, point.batch, point.setting.depth
+            )
+            yield Prediction(point=point, predicted=predicted)
+
+
+def _records(run: Run, workload: str, method: str) -> list[RequestRecord]:
+    return [r for r in run.requests if (r.workload, r.method) == (workload, method)]
+
+
+def page(found: Mapping[str, Sequence[Prediction]]) -> Page:
+    """The predictions beside what was measured."""
+    elements: list[Heading | Note | Table] = [Heading("Predicted by the profile", 2)]
+    for workload, made in found.items():
+        if made:
+            elements += [_table(workload, made), Note(_summary(workload, made), "strong")]
+    return [*elements, Note(_READING)]
+
+
+def _table(workload: str, found: Sequence[Prediction]) -> Table:
+    columns = [
+        Column("method", numbers=False),
+        Column("batch"),
+        Column("predicted"),
+        Column("measured"),
+        Column("error"),
+        Column("inside", numbers=False),
+    ]
+    words = {True: "yes", False: "no", None: "-"}
+    rows = [
+        [
+            Cell(one.point.result.method),
+            Cell(str(one.point.batch)),
+            Cell(f"{one.predicted:.2f}x"),
+            Cell(f"{one.point.gain or 0.0:.2f}x"),
+            Cell(f"{100 * (one.error or 0.0):+.1f} %"),
+            Cell(words[one.is_inside]),
+        ]
+        for one in found
+    ]
+    return Table(f"{workload}: predicted and measured speed-ups", columns, rows)
+
+
+def _summary(workload: str, found: Sequence[Prediction]) -> str:
+    errors = sorted(abs(one.error) for one in found if one.error is not None)
+    told = [one.is_inside for one in found if one.is_inside is not None]
+    return (
+        f"{workload}: over {len(errors)} points the prediction is off by {100 * median(errors):.1f} % "
+        f"in the median and {100 * errors[-1]:.1f} % at most; {sum(told)} of {len(told)} lie in the "
+        "measured interval"
+    )
