@@ -14,9 +14,9 @@ from specbench.tables import Cell, Column, Heading, Note, Page, Table
 
 _READING = (
     "predicted: outputs recorded at the method's deepest setting and the smallest batch size are "
-    "replayed at each depth, in batches as they were decoded, with the profile's step times; error: "
-    "predicted / measured - 1; inside: whether the measured interval holds the prediction. A profile "
-    "of the same machine, threads and dtype is meant"
+    "replayed at each depth, in batches as they were decoded, with the profile's step times; "
+    "error: predicted / measured - 1; inside: whether the measured interval holds the prediction. "
+    "The profile should be of the same machine, threads and dtype"
 )
 
 
@@ -117,7 +117,7 @@ def _summary(workload: str, found: Sequence[Prediction]) -> str:
     errors = sorted(abs(one.error) for one in found if one.error is not None)
     told = [one.is_inside for one in found if one.is_inside is not None]
     return (
-        f"{workload}: over {len(errors)} points the prediction is off by {100 * median(errors):.1f} % "
-        f"in the median and {100 * errors[-1]:.1f} % at most; {sum(told)} of {len(told)} lie in the "
-        "measured interval"
+        f"{workload}: over {len(errors)} points the prediction is off by "
+        f"{100 * median(errors):.1f} % in the median and {100 * errors[-1]:.1f} % at most; "
+        f"{sum(told)} of {len(told)} lie in the measured interval"
     )
