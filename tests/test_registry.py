@@ -264,7 +264,7 @@ def test_an_unknown_knob_gets_a_hint_and_the_list() -> None:
         ValueError, match=r"'knobby' has no knob 'widht' \(did you mean 'width'\?\)"
     ):
         make_config("knobby", Knobby, {"widht": "1"})
-    valid = "valid: depth, max_nodes, flag, width, scale, path, levels"
+    valid = "valid: depth, max_nodes, controller, flag, width, scale, path, levels"
     with pytest.raises(ValueError, match=f"no knob 'qqq'; {valid}"):
         make_config("knobby", Knobby, {"qqq": "1"})
 
