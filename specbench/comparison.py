@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specbench.depth import Choice, Fixed, StepTable
 from specbench.depth.replay import replay
 from specbench.method import MethodConfig
-from specbench.prediction import unknown_drafts
+from specbench.prediction import check_within, unknown_drafts
 from specbench.profile import Profile, step_table
 from specbench.records import RequestRecord
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
@@ -121,10 +121,7 @@ def page(
     """
     times = step_times(profile, method)
     for batch in batches:
-        if not times.rows[0] <= batch <= times.rows[-1]:
-            raise ValueError(
-                f"--batches {batch} is beyond the profile; valid: {times.rows[0]}..{times.rows[-1]}"
-            )
+        check_within("--batches", batch, times.rows)
     chosen = list(batches) or times.rows
     found = compare(read_traces(records), times, chosen, controllers, depth)
     return [

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -14,6 +14,8 @@ from specbench.records import BASELINE
 from specbench.sampling import RULES, Sampling
 from specbench.target.loading import DEFAULT_TARGET, DTYPES
 from specbench.workloads import Decoding
+
+Settings = TypeVar("Settings")
 
 DEFAULT_WORKLOADS = ("humaneval", "creative")
 
@@ -121,8 +123,17 @@ class RunConfig:
         Raises:
             ValueError: a setting that this version does not know, of another type or out of range.
         """
-        try:
-            config: RunConfig = TypeAdapter(RunConfig).validate_python(values)
-        except ValidationError as error:
-            raise ValueError(f"settings: {in_one_line(error)}") from error
-        return config
+        return settings_from(RunConfig, values)
+
+
+def settings_from(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Settings of a kind from plain values, lists for tuples.
+
+    Raises:
+        ValueError: a setting that this version does not know, of another type or out of range.
+    """
+    try:
+        settings: Settings = TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(f"settings: {in_one_line(error)}") from error
+    return settings

@@ -4,6 +4,7 @@ decides anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
@@ -19,19 +20,39 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Known:
-    """What was measured of a method.
+    """What was measured of a method; the rest follows, or is measured, once it is asked for.
 
     Args:
-        steps: seconds of whole steps, by rows and depth.
-        verifying: of steps whose drafts are there already, by rows and drafted nodes.
-        drafting: of drafting to the full depth, by rows.
-        calibration: of its chances.
+        method: the method.
+        samples: of its whole steps, by rows and depth.
     """
 
-    steps: StepTable
-    verifying: StepTable
-    drafting: StepTable
-    calibration: Calibration
+    method: Method
+    samples: Sequence[StepSamples]
+
+    @cached_property
+    def steps(self) -> StepTable:
+        """Seconds of whole steps, by rows and depth."""
+        return step_table(self.samples)
+
+    @cached_property
+    def verifying(self) -> StepTable:
+        """Of steps whose drafts are there already, by rows and drafted nodes."""
+        return by_nodes(self.samples)
+
+    @cached_property
+    def drafting(self) -> StepTable:
+        """Of drafting to the full depth, by rows."""
+        deepest = max(one.depth for one in self.samples)
+        return StepTable(
+            {(s.rows, 0): median(s.draft_s) for s in self.samples if s.depth == deepest}
+        )
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Of its chances."""
+        texts = record_samples(self.method.target, self.method)
+        return Calibration.fit([sample for text in texts for sample in text])
 
 
 class Controllers:
@@ -70,16 +91,8 @@ def measure(method: Method, max_rows: int) -> Known:
     """What controllers go by, from steps over a few fixed texts."""
     depth = method.config.depth
     depths = sorted({0, *(d for d in (1, 2, 3, 4, 6, 8, 12, 16) if d < depth), depth})
-    steps = measure_steps(method.target, method, _grid(max_rows), depths, repeats=_REPEATS)
-    texts = record_samples(method.target, method)
-    return Known(
-        steps=step_table(steps),
-        verifying=by_nodes(steps),
-        drafting=StepTable(
-            {(s.rows, 0): median(s.draft_s) for s in steps if s.depth == max(depths)}
-        ),
-        calibration=Calibration.fit([sample for text in texts for sample in text]),
-    )
+    rows = _grid(max_rows)
+    return Known(method, measure_steps(method.target, method, rows, depths, repeats=_REPEATS))
 
 
 def _grid(max_rows: int) -> list[int]:

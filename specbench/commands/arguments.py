@@ -3,9 +3,15 @@
 import argparse
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from specbench.tables import Page
 
 EXIT_DONE, EXIT_FAILURES, EXIT_USAGE, EXIT_OPEN, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -57,6 +63,112 @@ def controllers(text: str) -> tuple[str, ...]:
         else:
             found.append(part)
     return tuple(found)
+
+
+_SHARED: Mapping[str, Mapping[str, Any]] = {
+    "--target": {
+        "metavar": "T",
+        "help": "Hub name, folder or GGUF file (SmolLM2-135M-Instruct)",
+    },
+    "--methods": {
+        "metavar": "A,B",
+        "type": names,
+        "help": "names, see `specbench methods` (all)",
+    },
+    "--workloads": {
+        "metavar": "X,Y",
+        "type": names,
+        "help": "names, data sets or files, see `specbench workloads` (humaneval,creative)",
+    },
+    "--max-new-tokens": {
+        "metavar": "N",
+        "type": int,
+        "help": "token budget per request (64)",
+    },
+    "--temperature": {
+        "metavar": "T",
+        "type": float,
+        "help": "0 is greedy (each workload's own)",
+    },
+    "--sampling": {
+        "metavar": "RULE",
+        "help": "for drawn drafts: rejection or coupled (rejection)",
+    },
+    "--workers": {
+        "metavar": "W",
+        "type": int,
+        "help": "processes (one per GPU; on a CPU two)",
+    },
+    "--dtype": {
+        "metavar": "D",
+        "help": "float32, bfloat16 or float16 (what the device is good at)",
+    },
+    "--out": {
+        "metavar": "DIR",
+        "type": folder,
+        "help": "a new folder for the results (runs/<time>)",
+    },
+}
+"""Options that mean the same to several commands."""
+
+
+def add_shared(parser: argparse.ArgumentParser, *options: str) -> None:
+    """Adds some of the options that several commands have."""
+    for option in options:
+        parser.add_argument(option, default=argparse.SUPPRESS, **_SHARED[option])
+
+
+def add_knobs(
+    parser: argparse.ArgumentParser,
+    help: str = "a method's knob; may be given again",
+    metavar: str = "METHOD.KNOB=V",
+) -> None:
+    """Adds ``--set``."""
+    parser.add_argument(
+        "--set", metavar=metavar, dest="knobs", action="append", default=[], help=help
+    )
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--format``, of a page."""
+    parser.add_argument("--format", choices=("rich", "md"), default="rich")
+
+
+def show(page: "Page", format: str) -> None:
+    """Prints a page in a format."""
+    from specbench import tables
+
+    if format == "rich":
+        tables.print_page(page, Console())
+    else:
+        print(tables.markdown(page), flush=True)
+
+
+def choose_methods(settings: dict[str, Any], target: str) -> list[str]:
+    """Where no methods are named: enters all that can draft.
+
+    Args:
+        settings: a run's, of any kind.
+        target: where none is named.
+
+    Returns:
+        What is left out, and why.
+    """
+    if "methods" in settings:
+        return []
+    from specbench import registry
+
+    settings["methods"], problems = registry.usable(
+        settings.get("target", target), settings["knobs"]
+    )
+    return [f"left out: {problem}" for problem in problems]
+
+
+def out_folder(arguments: argparse.Namespace, kind: str = "") -> Path:
+    """The folder that is named, else a new one in runs/ with the time in its name."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    found: Path = vars(arguments).get("out", Path("runs") / f"{kind}{stamp}")
+    return found
 
 
 def read_knobs(settings: Sequence[str]) -> dict[str, dict[str, str]]:

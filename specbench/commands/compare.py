@@ -4,9 +4,16 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from specbench.commands.arguments import EXIT_DONE, Call, Commands, controllers, given, numbers
+from specbench.commands.arguments import (
+    EXIT_DONE,
+    Call,
+    Commands,
+    add_format,
+    controllers,
+    given,
+    numbers,
+    show,
+)
 
 
 def add(commands: Commands) -> None:
@@ -26,11 +33,11 @@ def add(commands: Commands) -> None:
     add("--batches", metavar="B,C", type=numbers, help="rows at a time (the profile's)")
     add("--controllers", metavar="A,B", type=controllers, help="with their knobs (six of them)")
     add("--depth", metavar="N", type=int, help="the deepest draft (the profile's)")
-    compare.add_argument("--format", choices=("rich", "md"), default="rich")
+    add_format(compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from specbench import comparison, tables
+    from specbench import comparison
     from specbench.profile import load_profile
     from specbench.records import read_run
 
@@ -45,10 +52,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         on = f" on {workload}" if workload else ""
         raise ValueError(f"{arguments.run} has no outputs of method {arguments.method!r}{on}")
     page = comparison.page(load_profile(arguments.profile), arguments.method, found, **settings)
-    if arguments.format == "rich":
-        tables.print_page(page, Console())
-    else:
-        print(tables.markdown(page), flush=True)
+    show(page, arguments.format)
     return EXIT_DONE
 
 

@@ -4,7 +4,7 @@ import argparse
 
 from rich.console import Console
 
-from specbench.commands.arguments import EXIT_DONE, EXIT_FAILURES, Call, Commands
+from specbench.commands.arguments import EXIT_DONE, EXIT_FAILURES, Call, Commands, add_knobs
 
 
 def add(commands: Commands) -> None:
@@ -16,14 +16,7 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     conform.add_argument("method", metavar="METHOD", help="a name, or package.module:Class")
-    conform.add_argument(
-        "--set",
-        metavar="KNOB=V",
-        dest="knobs",
-        action="append",
-        default=[],
-        help="a knob that is not to vary; may be given again",
-    )
+    add_knobs(conform, "a knob that is not to vary; may be given again", "KNOB=V")
 
 
 def _conform(arguments: argparse.Namespace) -> int:

@@ -5,16 +5,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from specbench.commands.arguments import (
     EXIT_DONE,
     Call,
     Commands,
+    add_format,
+    add_knobs,
+    add_shared,
     given,
     names,
     numbers,
     read_knobs,
+    show,
 )
 
 
@@ -28,28 +30,19 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add = partial(profile.add_argument, default=argparse.SUPPRESS)
-    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
-    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
+    add_shared(profile, "--target", "--dtype")
     add("--methods", metavar="A,B", type=names, help="whose steps (all)")
-    profile.add_argument(
-        "--set",
-        metavar="METHOD.KNOB=V",
-        dest="knobs",
-        action="append",
-        default=[],
-        help="a method's knob; may be given again",
-    )
+    add_knobs(profile)
     add("--batches", metavar="B,C", type=numbers, help="rows (1,2,4,8)")
     add("--tokens", metavar="N,M", type=numbers, help="of a row in a forward (1,2,4,8,16,32)")
     add("--contexts", metavar="N,M", type=numbers, help="tokens in the cache of a row (128,512)")
     add("--depths", metavar="D,E", type=numbers, help="of the methods' steps (0,1,2,4)")
     add("--repeats", metavar="N", type=int, help="rounds over the grid (7)")
     add("--out", metavar="FILE", type=Path, help="where to file the profile (nowhere)")
-    profile.add_argument("--format", choices=("rich", "md"), default="rich")
+    add_format(profile)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from specbench import tables
     from specbench.plan import check_writable
     from specbench.profile import write_profile
     from specbench.profile_page import page
@@ -63,10 +56,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     profile = measure(ProfileConfig(**settings), _say)
     if "out" in arguments:
         write_profile(arguments.out, profile)
-    if arguments.format == "rich":
-        tables.print_page(page(profile), Console())
-    else:
-        print(tables.markdown(page(profile)), flush=True)
+    show(page(profile), arguments.format)
     return EXIT_DONE
 
 

@@ -3,9 +3,7 @@
 import argparse
 import shlex
 import sys
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,8 +14,11 @@ from specbench.commands.arguments import (
     EXIT_INTERRUPTED,
     Call,
     Commands,
+    add_knobs,
+    add_shared,
+    choose_methods,
     folder,
-    names,
+    out_folder,
     read_knobs,
     terminable,
 )
@@ -39,36 +40,21 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add = partial(run.add_argument, default=argparse.SUPPRESS)
-    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
-    add("--methods", metavar="A,B", type=names, help="names, see `specbench methods` (all)")
-    add(
-        "--workloads",
-        metavar="X,Y",
-        type=names,
-        help="names, data sets or files, see `specbench workloads` (humaneval,creative)",
-    )
+    add_shared(run, "--target", "--methods", "--workloads")
     add("--prompts", metavar="N", type=int, help="prompts per workload (12)")
-    add("--max-new-tokens", metavar="N", type=int, help="token budget per request (64)")
-    add("--temperature", metavar="T", type=float, help="0 is greedy (each workload's own)")
+    add_shared(run, "--max-new-tokens", "--temperature")
     add("--top-k", metavar="K", type=int, help="0 keeps all (each workload's own)")
     add("--top-p", metavar="P", type=float, help="1 keeps all (each workload's own)")
-    add("--sampling", metavar="RULE", help="for drawn drafts: rejection or coupled (rejection)")
+    add_shared(run, "--sampling")
     add("--batch-size", metavar="B", type=int, help="requests decoded together (1)")
     add("--depth", metavar="D", type=int, help="draft depth of every method (each one's own)")
     add("--rounds", metavar="R", type=int, help="timed passes per prompt and method (2)")
-    add("--workers", metavar="W", type=int, help="processes (one per GPU; on a CPU two)")
+    add_shared(run, "--workers")
     add("--gpus-per-worker", metavar="N", type=int, help="GPUs that hold one target (1)")
-    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
+    add_shared(run, "--dtype")
     add("--seed", metavar="S", type=int, help="of the random numbers (0)")
-    run.add_argument(
-        "--set",
-        metavar="METHOD.KNOB=V",
-        dest="knobs",
-        action="append",
-        default=[],
-        help="a method's knob; may be given again",
-    )
-    add("--out", metavar="DIR", type=folder, help="a new folder for the results (runs/<time>)")
+    add_knobs(run)
+    add_shared(run, "--out")
     add("--resume", metavar="DIR", type=folder, help="go on with the run in a folder")
     run.add_argument("--no-ray", action="store_true", help="run in this process")
 
@@ -100,19 +86,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def plan_for(arguments: argparse.Namespace) -> "Plan":
     """The run that is asked for, new or resumed."""
-    from specbench import plan, registry
+    from specbench import plan
     from specbench.config import RunConfig
 
     given, knobs = vars(arguments), read_knobs(arguments.knobs)
     settings = {k: v for k, v in given.items() if k not in _NO_SETTINGS} | {"knobs": knobs}
     if "resume" not in given:
-        problems: list[str] = []
-        if "methods" not in given:
-            target = settings.get("target", RunConfig.target)
-            settings["methods"], problems = registry.usable(target, knobs)
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        todo = plan.new(RunConfig(**settings), given.get("out", Path("runs") / stamp))
-        todo.notes += [f"left out: {problem}" for problem in problems]
+        notes = choose_methods(settings, RunConfig.target)
+        todo = plan.new(RunConfig(**settings), out_folder(arguments))
+        todo.notes += notes
         return todo
     extra = (set(given) - _RESUMABLE) | ({"set"} if knobs else set())
     if extra:

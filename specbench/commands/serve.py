@@ -3,12 +3,9 @@
 import argparse
 import shlex
 import sys
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from specbench.commands.arguments import (
     EXIT_DONE,
@@ -16,12 +13,17 @@ from specbench.commands.arguments import (
     EXIT_INTERRUPTED,
     Call,
     Commands,
+    add_format,
+    add_knobs,
+    add_shared,
+    choose_methods,
     controllers,
     floats,
     folder,
     given,
-    names,
+    out_folder,
     read_knobs,
+    show,
     terminable,
 )
 from specbench.messages import option
@@ -40,20 +42,14 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add = partial(serve.add_argument, default=argparse.SUPPRESS)
-    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
-    add("--methods", metavar="A,B", type=names, help="names, see `specbench methods` (all)")
+    add_shared(serve, "--target", "--methods")
     add(
         "--controllers",
         metavar="C,D",
         type=controllers,
         help="depth controllers, off_above_batch:off_at=4; each for every method (its own knob)",
     )
-    add(
-        "--workloads",
-        metavar="X,Y",
-        type=names,
-        help="names, data sets or files, see `specbench workloads` (humaneval,creative)",
-    )
+    add_shared(serve, "--workloads")
     add(
         "--loads",
         metavar="L,M",
@@ -64,22 +60,14 @@ def add(commands: Commands) -> None:
     add("--requests", metavar="N", type=int, help="arrivals at each rate (32)")
     add("--rounds", metavar="R", type=int, help="passes at each rate, of other arrivals (2)")
     add("--max-batch", metavar="B", type=int, help="the most decoded together (8)")
-    add("--max-new-tokens", metavar="N", type=int, help="token budget per request (64)")
+    add_shared(serve, "--max-new-tokens")
     add("--temperature", metavar="T", type=float, help="0 is greedy (0.0)")
-    add("--sampling", metavar="RULE", help="for drawn drafts: rejection or coupled (rejection)")
-    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
+    add_shared(serve, "--sampling", "--dtype")
     add("--seed", metavar="S", type=int, help="of arrivals, prompts and random numbers (0)")
-    serve.add_argument(
-        "--set",
-        metavar="METHOD.KNOB=V",
-        dest="knobs",
-        action="append",
-        default=[],
-        help="a method's knob; may be given again",
-    )
-    add("--out", metavar="DIR", type=folder, help="a new folder for the results (runs/<time>)")
+    add_knobs(serve)
+    add_shared(serve, "--out")
     add("--report", metavar="DIR", type=folder, help="show what is in a folder again")
-    serve.add_argument("--format", choices=("rich", "md"), default="rich")
+    add_format(serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -99,19 +87,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> int:
     with terminable():
-        from specbench import registry
         from specbench.serving.config import ServeConfig
         from specbench.serving.run import serve
 
-        knobs = read_knobs(arguments.knobs)
-        settings = given(arguments, "out", "format") | {"knobs": knobs}
-        problems: list[str] = []
-        if "methods" not in arguments:
-            target = settings.get("target", ServeConfig.target)
-            settings["methods"], problems = registry.usable(target, knobs)
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        out: Path = vars(arguments).get("out", Path("runs") / f"serving-{stamp}")
-        notes = [f"left out: {problem}" for problem in problems]
+        settings = given(arguments, "out", "format") | {"knobs": read_knobs(arguments.knobs)}
+        notes = choose_methods(settings, ServeConfig.target)
+        out = out_folder(arguments, "serving-")
         try:
             run = serve(ServeConfig(**settings), out, notes)
         except KeyboardInterrupt:
@@ -130,14 +111,9 @@ def _again(out: Path) -> str:
 
 
 def _show(arguments: argparse.Namespace, run: "ServingRun", *, define: bool) -> None:
-    from specbench import tables
     from specbench.serving.page import page
 
-    shown = page(run, define=define or arguments.format == "md")
-    if arguments.format == "rich":
-        tables.print_page(shown, Console())
-    else:
-        print(tables.markdown(shown), flush=True)
+    show(page(run, define=define or arguments.format == "md"), arguments.format)
 
 
 CALLS: dict[str, Call] = {"serve": _serve}

@@ -4,9 +4,16 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from specbench.commands.arguments import EXIT_DONE, Call, Commands, floats, given, numbers
+from specbench.commands.arguments import (
+    EXIT_DONE,
+    Call,
+    Commands,
+    add_format,
+    floats,
+    given,
+    numbers,
+    show,
+)
 
 
 def add(commands: Commands) -> None:
@@ -42,18 +49,14 @@ def add(commands: Commands) -> None:
     add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,...,256, or profiled)")
     add("--context", metavar="N", type=int, help="tokens of each row (1024, or profiled)")
     add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded and profiled)")
-    simulate.add_argument("--format", choices=("rich", "md"), default="rich")
+    add_format(simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from specbench import tables
     from specbench.simulate import SimulateConfig, simulate
 
     page = simulate(SimulateConfig(**given(arguments, "format")))
-    if arguments.format == "rich":
-        tables.print_page(page, Console())
-    else:
-        print(tables.markdown(page), flush=True)
+    show(page, arguments.format)
     return EXIT_DONE
 
 

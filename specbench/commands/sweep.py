@@ -3,12 +3,9 @@
 import argparse
 import shlex
 import sys
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from specbench.commands.arguments import (
     EXIT_DONE,
@@ -16,11 +13,16 @@ from specbench.commands.arguments import (
     EXIT_INTERRUPTED,
     Call,
     Commands,
+    add_format,
+    add_knobs,
+    add_shared,
+    choose_methods,
     folder,
     given,
-    names,
     numbers,
+    out_folder,
     read_knobs,
+    show,
     terminable,
 )
 from specbench.messages import option
@@ -43,36 +45,20 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add = partial(sweep.add_argument, default=argparse.SUPPRESS)
-    add("--target", metavar="T", help="Hub name, folder or GGUF file (SmolLM2-135M-Instruct)")
-    add("--methods", metavar="A,B", type=names, help="names, see `specbench methods` (all)")
-    add(
-        "--workloads",
-        metavar="X,Y",
-        type=names,
-        help="names, data sets or files, see `specbench workloads` (humaneval,creative)",
-    )
+    add_shared(sweep, "--target", "--methods", "--workloads")
     add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,8)")
     add("--depths", metavar="D,E", type=numbers, help="draft depths (1,2,3,5)")
     add("--nodes", metavar="N,M", type=numbers, help="tree sizes, where trees are drafted")
     add("--prompts", metavar="N", type=int, help="per workload (5 batches of the largest size)")
-    add("--max-new-tokens", metavar="N", type=int, help="token budget per request (64)")
+    add_shared(sweep, "--max-new-tokens")
     add("--rounds", metavar="R", type=int, help="timed passes per batch and method (2)")
-    add("--temperature", metavar="T", type=float, help="0 is greedy (each workload's own)")
-    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (what the device is good at)")
-    add("--workers", metavar="W", type=int, help="processes (one per GPU; on a CPU two)")
-    sweep.add_argument(
-        "--set",
-        metavar="METHOD.KNOB=V",
-        dest="knobs",
-        action="append",
-        default=[],
-        help="a method's knob at all depths; may be given again",
-    )
-    add("--out", metavar="DIR", type=folder, help="a new folder for the results (runs/<time>)")
+    add_shared(sweep, "--temperature", "--dtype", "--workers")
+    add_knobs(sweep, "a method's knob at all depths; may be given again")
+    add_shared(sweep, "--out")
     add("--resume", metavar="DIR", type=folder, help="go on with the sweep in a folder")
     add("--report", metavar="DIR", type=folder, help="show a sweep again, measure nothing")
     sweep.add_argument("--no-ray", action="store_true", help="run in this process")
-    sweep.add_argument("--format", choices=("rich", "md"), default="rich")
+    add_format(sweep)
     add("--profile", metavar="FILE", type=Path, help="hold its predictions against the sweep")
     sweep.add_argument("--plots", action="store_true", help="draw curves, in DIR/plots")
 
@@ -105,7 +91,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> "Sweep":
     """The sweep that is asked for, new or resumed."""
-    from specbench import registry
     from specbench.sweep import running
     from specbench.sweep.config import SweepConfig
 
@@ -113,15 +98,9 @@ def _plan(arguments: argparse.Namespace) -> "Sweep":
         _refuse(arguments, "resume", ("workers",))
         return running.resume(arguments.resume, vars(arguments).get("workers"))
     settings = given(arguments, *_NO_SETTINGS) | {"knobs": read_knobs(arguments.knobs)}
-    problems: list[str] = []
-    if "methods" not in settings:
-        target = settings.get("target", SweepConfig.target)
-        settings["methods"], problems = registry.usable(target, settings["knobs"])
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    todo = running.new(
-        SweepConfig(**settings), vars(arguments).get("out", Path("runs") / f"sweep-{stamp}")
-    )
-    todo.notes += [f"left out: {problem}" for problem in problems]
+    notes = choose_methods(settings, SweepConfig.target)
+    todo = running.new(SweepConfig(**settings), out_folder(arguments, "sweep-"))
+    todo.notes += notes
     return todo
 
 
@@ -139,7 +118,6 @@ def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) 
 
 
 def _show(folder: Path, arguments: argparse.Namespace) -> int:
-    from specbench import tables
     from specbench.sweep import pages, plots, points, running, validation
 
     runs = running.read_runs(folder)
@@ -148,10 +126,7 @@ def _show(folder: Path, arguments: argparse.Namespace) -> int:
     if "profile" in arguments:
         predicted = validation.predictions(arguments.profile, runs, found)
         page = [*page, *validation.page(predicted)]
-    if arguments.format == "rich":
-        tables.print_page(page, Console())
-    else:
-        print(tables.markdown(page), flush=True)
+    show(page, arguments.format)
     files = plots.draw(found, folder / "plots") if arguments.plots else []
     if files:
         print(f"{len(files)} plots in {folder / 'plots'}", file=sys.stderr)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from specbench import registry
-from specbench.config import DEFAULT_WORKLOADS, RunConfig
-from specbench.messages import check_least, in_one_line, suggest
+from specbench.config import DEFAULT_WORKLOADS, RunConfig, settings_from
+from specbench.messages import check_least, suggest
 from specbench.records import BASELINE
 from specbench.stats import MIN_CLUSTERS
 from specbench.target.loading import DEFAULT_TARGET
@@ -184,8 +184,4 @@ class SweepConfig:
         Raises:
             ValueError: a setting that this version does not know, of another type or out of range.
         """
-        try:
-            config: SweepConfig = TypeAdapter(SweepConfig).validate_python(values)
-        except ValidationError as error:
-            raise ValueError(f"settings: {in_one_line(error)}") from error
-        return config
+        return settings_from(SweepConfig, values)
