@@ -19,14 +19,16 @@ from specbench.sampling import Sampling
 from specbench.target import FINAL, Target, load_target
 from specbench.target.attention import NAME
 from specbench.training import corpus as corpora
+from specbench.training import state
 from specbench.training import trainer as trainers
 from specbench.training.corpus import Answered, Corpus, Writer, write
 from specbench.training.display import Display
 from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, UserTurn, source_prompts, usable
-from specbench.training.recipe import draft_vocabulary
-from specbench.training.trainer import Trainer, check_target, open_run, schedule
+from specbench.training.recipe import Recipe, draft_vocabulary
+from specbench.training.state import Progress
+from specbench.training.trainer import check_target, open_run, schedule
 from specbench.workloads import load_workload
 
 
@@ -248,18 +250,18 @@ def test_a_run_that_is_cut_goes_on_with_the_same_updates(
     class Cut(Exception):
         pass
 
-    show = Trainer._save_state
+    save = state.save
 
-    def save_and_cut(self: Trainer, *args: Any) -> None:
-        show(self, *args)
-        assert 0 < self.progress.updates < 40
+    def save_and_cut(recipe: Recipe, optimiser: Any, progress: Progress, out: Path) -> None:
+        save(recipe, optimiser, progress, out)
+        assert 0 < progress.updates < 40
         raise Cut
 
     monkeypatch.setattr(trainers, "_SAVE_EVERY_S", 1.0)
-    monkeypatch.setattr(Trainer, "_save_state", save_and_cut)
+    monkeypatch.setattr(state, "save", save_and_cut)
     with pytest.raises(Cut):
         open_run(given, tmp_path / "cut", False, Display(lambda text: None)).run()
-    monkeypatch.setattr(Trainer, "_save_state", show)
+    monkeypatch.setattr(state, "save", save)
     said: list[str] = []
     open_run(given, tmp_path / "cut", True, Display(said.append)).run()
     assert any("going on after" in text for text in said)

@@ -40,12 +40,15 @@ class _Notes:
         extents: of each row.
         extents_B2: the same.
         padded: whether any row has padding nodes.
+        real_T: places among the B * N nodes of those that are no padding; None where all are, or
+            none is.
         tiled: by the size of a group, what `_tiled` made of the mask.
     """
 
     extents: tuple[Extent, ...]
     extents_B2: torch.Tensor
     padded: bool
+    real_T: torch.Tensor | None
     tiled: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -56,10 +59,38 @@ def note_extents(mask_B1NS: torch.Tensor, extents: Sequence[Extent]) -> None:
     assert all(
         extent.num_nodes <= num_nodes and extent.num_slots <= num_slots for extent in extents
     )
-    padded = any(extent.num_nodes < num_nodes for extent in extents)
     extents_B2 = torch.tensor(extents, dtype=torch.int64, device="cpu")
-    notes = _Notes(tuple(extents), extents_B2, padded)
+    is_real_BN = torch.arange(num_nodes) < extents_B2[:, :1]
+    padded = not is_real_BN.all()
+    real_T = is_real_BN.flatten().nonzero()[:, 0] if padded and is_real_BN.any() else None
+    notes = _Notes(tuple(extents), extents_B2, padded, real_T)
     setattr(mask_B1NS, "notes", notes)  # noqa: B010 - mypy knows no attributes of tensors
+
+
+class Real:
+    """The nodes of a padded batch that are no padding, by what is noted on a mask; else all.
+
+    Args:
+        mask: as attention is given it.
+    """
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        notes: _Notes | None = getattr(mask, "notes", None)
+        self.places_T = notes.real_T if notes else None
+
+    def pick(self, x_BNi: torch.Tensor) -> torch.Tensor:
+        """[B, N, i] -> [T, i]."""
+        x_i = x_BNi.flatten(0, 1)
+        return x_i if self.places_T is None else x_i.index_select(0, self.places_T)
+
+    def place(self, x_Ti: torch.Tensor, like_BNh: torch.Tensor) -> torch.Tensor:
+        """[T, i] -> [B, N, i], B and N as another's; zeros at padding."""
+        shape = (*like_BNh.shape[:2], x_Ti.shape[1])
+        if self.places_T is None:
+            return x_Ti.view(shape)
+        whole_BNi = x_Ti.new_zeros(shape)
+        whole_BNi.view(-1, x_Ti.shape[1]).index_copy_(0, self.places_T, x_Ti)
+        return whole_BNi
 
 
 def grouped_attention(

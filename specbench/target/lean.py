@@ -6,8 +6,8 @@ layers of the families below are all the same, so one function runs them on thei
 the same operations on the same numbers. `Target` compares it with the modeling code at load, within
 rounding. It reads a layer once: what is changed in the layer later is not seen.
 
-Shapes: B rows, N nodes, T = B * N or a few more, H query heads, K key-value heads, D head
-dimension, h hidden, i inner.
+Shapes: B rows, N nodes, T of them that are no padding, or a few more, H query heads, K key-value
+heads, D head dimension, h hidden, i inner.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbench.target import elementwise
-from specbench.target.attention import grouped_attention
+from specbench.target.attention import Real, grouped_attention
 from specbench.target.cache import KVCache
 from specbench.target.packing import PackedLinear, Product, pad_tokens
 
@@ -95,23 +95,23 @@ class LeanLayer:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **_: Any,
     ) -> torch.Tensor:
-        """[B, N, h] -> [B, N, h], the nodes' keys and values written to the cache."""
-        batch, num_nodes = hidden_BNh.shape[:2]
+        """[B, N, h] -> [B, N, h], the nodes' keys and values written to the cache; zeros at padding
+        nodes, which no product is spent on."""
+        real = Real(attention_mask)
+        x_Th = real.pick(hidden_BNh)
+        num_real = len(x_Th)
         # Padded to what the products want at once, and not by each of them.
-        num_rows = self.qkv.padded_to(batch * num_nodes)
-        x_Th = pad_tokens(hidden_BNh.reshape(batch * num_nodes, -1), num_rows)
-        heads_Ti = self.qkv.multiply(self.norms[0](x_Th))[: batch * num_nodes]
+        num_rows = self.qkv.padded_to(num_real)
+        x_Th = pad_tokens(x_Th, num_rows)
+        heads_BNi = real.place(self.qkv.multiply(self.norms[0](x_Th))[:num_real], hidden_BNh)
         mixed_BNHD = self._attend(
-            heads_Ti.view(batch, num_nodes, -1, self.head_dim),
-            attention_mask,
-            cache,
-            position_embeddings,
+            heads_BNi.unflatten(2, (-1, self.head_dim)), attention_mask, cache, position_embeddings
         )
-        mixed_Ti = pad_tokens(mixed_BNHD.view(batch * num_nodes, -1), num_rows)
+        mixed_Ti = pad_tokens(real.pick(mixed_BNHD.flatten(2)), num_rows)
         x_Th = x_Th + self.out.multiply(mixed_Ti)
         gate_up_Ti = self.gate_up.multiply(self.norms[1](x_Th))
         x_Th = x_Th + self.down.multiply(self.gated(gate_up_Ti))
-        return x_Th[: batch * num_nodes].view_as(hidden_BNh)
+        return real.place(x_Th[:num_real], hidden_BNh)
 
     def _attend(
         self,

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specbench.costs import Shape, shape_of
 from specbench.messages import in_one_line
 from specbench.target import lean, packing
-from specbench.target.attention import note_extents
+from specbench.target.attention import Real, note_extents
 from specbench.target.cache import KVCache
 from specbench.target.masks import (
     mask_kinds,
@@ -67,6 +67,7 @@ class _Gates:
     wanted: frozenset[int] = frozenset()
     taps: dict[int, torch.Tensor] = field(default_factory=dict)
     logits_at: slice | torch.Tensor = field(default_factory=lambda: slice(None))
+    real: Real = field(default_factory=lambda: Real(None))
 
     def runs(self, layer: int) -> bool:
         return layer not in self.skip and (self.resume is None or layer >= self.resume.layer)
@@ -181,7 +182,8 @@ class Target:
         lengths = cache.lengths[first_row : first_row + batch]
         positions_BN = tree_positions(lengths, trees, starts, num_nodes)
         masks = self._masks(lengths, trees, starts, positions_BN, num_slots)
-        self._gates = _Gates(skip, resume, taps, {}, logits_at)
+        real = Real(next(iter(masks.values())) if isinstance(masks, dict) else masks)
+        self._gates = _Gates(skip, resume, taps, {}, logits_at, real)
         try:
             out = self.model(
                 input_ids=tokens_BN.to(self.device, non_blocking=True),
@@ -275,6 +277,8 @@ class Target:
             gates = self._gates
             if FINAL in gates.wanted:
                 gates.taps[FINAL] = hidden_BNh
+            if gates.logits_at == slice(None):
+                return gates.real.place(forward(gates.real.pick(hidden_BNh)), hidden_BNh)
             if isinstance(gates.logits_at, slice):
                 picked = hidden_BNh[:, gates.logits_at]
             else:

@@ -3,27 +3,23 @@ where it was."""
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from pydantic import TypeAdapter
 
 from specbench import provenance, registry
 from specbench.learned.vocabulary import frozen_head
-from specbench.messages import in_one_line
 from specbench.target import FINAL, Target, load_target
 from specbench.target.loading import cache_folder
+from specbench.training import state
 from specbench.training.config import TrainConfig, choose, file_settings, recipe_of
 from specbench.training.corpus import Corpus, Speed, Writer, corpus_name, write
 from specbench.training.display import Display
@@ -31,10 +27,11 @@ from specbench.training.evaluation import held_out_tau
 from specbench.training.features import Features
 from specbench.training.prompts import Evaluated, source_prompts
 from specbench.training.recipe import Options, Recipe
+from specbench.training.state import Progress
 from specbench.tree import Tree
 
 CARD = "card.json"
-_STATE, _LOG = "state.pt", "log.jsonl"
+_LOG = "log.jsonl"
 _WARM_UP = 0.03
 _LEAST_RATE = 0.05
 _CLIP = 1.0
@@ -43,23 +40,6 @@ _WINDOW = 64
 """Sequences that are sorted by length together."""
 _CALIBRATED = 40
 """Held-out sequences that a recipe is calibrated on."""
-
-
-@dataclass
-class Progress:
-    """How far a run is; kept in its state."""
-
-    seconds: float = 0.0
-    target_seconds: float = 0.0
-    """Of these, in the target, for its hidden states."""
-    updates: int = 0
-    tokens: int = 0
-    """Written tokens that were learned from, those of repeated sequences each time."""
-    epoch: int = 0
-    place: int = 0
-    """Of the next batch in this epoch's order."""
-    tau: dict[str, float] = field(default_factory=dict)
-    """By kind of workload, as last evaluated."""
 
 
 class Trainer:
@@ -161,7 +141,8 @@ class Trainer:
         optimiser = torch.optim.AdamW(
             parameters, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self._load_state(recipe, optimiser)
+        if state.load(recipe, optimiser, progress, self.out):
+            self.display.say(f"going on after {progress.seconds / 60:.1f} minutes of training")
         rate = config.learning_rate or recipe.learning_rate
         total_s = 60 * config.minutes
         saved_s = evaluated_s = progress.seconds
@@ -194,10 +175,10 @@ class Trainer:
             if progress.seconds - saved_s >= _SAVE_EVERY_S:
                 saved_s = progress.seconds
                 self._show(shown)
-                self._save_state(recipe, optimiser)
+                state.save(recipe, optimiser, progress, self.out)
                 shown = _Mean()
         self._show(shown)
-        self._save_state(recipe, optimiser)
+        state.save(recipe, optimiser, progress, self.out)
 
     def _batches(self, corpus: Corpus) -> Iterator[list[int]]:
         """Indices of sequences for one update after another, without end."""
@@ -307,49 +288,6 @@ class Trainer:
         text = f"{progress.updates} updates, {speed}: {numbers}"
         self.display.show("training", minutes, self.config.minutes, "minutes", text)
 
-    def _save_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        state = {
-            "target": self.target.fingerprint,
-            "module": _trained(recipe),
-            "optimiser": optimiser.state_dict(),
-            "progress": dataclasses.asdict(self.progress),
-        }
-        data = io.BytesIO()
-        torch.save(state, data)
-        path, part = self.out / _STATE, self.out / f"{_STATE}.part"
-        try:
-            part.write_bytes(data.getbuffer())
-            os.replace(part, path)
-        except OSError as error:
-            raise ValueError(
-                f"{path} cannot be written: {in_one_line(error)}; what was saved before is kept"
-            ) from error
-
-    def _load_state(self, recipe: Recipe, optimiser: torch.optim.Optimizer) -> None:
-        path = self.out / _STATE
-        if not path.is_file():
-            return
-        try:
-            state = torch.load(path, map_location=self.target.device, weights_only=True)
-            progress = TypeAdapter(Progress).validate_python(state["progress"])
-            if not math.isfinite(progress.seconds):
-                raise ValueError(f"{progress.seconds} seconds of training")
-            found, saved = _trained(recipe), state["module"]
-            if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in saved.items()}:
-                raise ValueError("weights of another shape")
-            optimiser.load_state_dict(state["optimiser"])
-        except Exception as error:
-            raise ValueError(
-                f"{path} is damaged ({in_one_line(error)}); valid: remove it to begin again"
-            ) from error
-        if state.get("target", self.target.fingerprint) != self.target.fingerprint:
-            raise ValueError(f"{path} is of a run with other weights of {self.target.name!r}")
-        for name, value in found.items():
-            value.copy_(saved[name])
-        vars(self.progress).update(vars(progress))
-        self.display.say(f"going on after {self.progress.seconds / 60:.1f} minutes of training")
-
 
 @torch.inference_mode()
 def check_target(target: Target, num_new_tokens: int) -> None:
@@ -376,12 +314,6 @@ def check_target(target: Target, num_new_tokens: int) -> None:
             f"target {target.name!r} scales or caps the logits of its head; drafters for such a "
             "target cannot be trained here"
         )
-
-
-def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """What the optimiser changes, by name; not the frozen parts, which are the target's."""
-    named = recipe.module.named_parameters()
-    return {name: parameter.data for name, parameter in named if parameter.requires_grad}
 
 
 class _Mean:
