@@ -11,8 +11,10 @@ from specbench.prediction import check_within, unknown_drafts
 from specbench.profile import Profile, step_table
 from specbench.records import RequestRecord
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
-from specbench.trace import Replay, Trace, play_oracle, read_traces
+from specbench.trace import Replay, Room, Trace, play_oracle, read_traces
 
+OUTPUTS_PER_ROW = 8
+SPELL_STEPS = 100
 ASSUMPTIONS = (
     "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
     "depth would have been right at the same positions; those never tested are right as often",
@@ -20,6 +22,9 @@ ASSUMPTIONS = (
     "request joins as soon as a row ends, and prefill takes no time",
     "records have no chances: confidence is always sure, and survival goes by how a row's drafts "
     "fared so far",
+    f"outputs are taken again from the first until there are {OUTPUTS_PER_ROW} for each row of the "
+    "largest batch; under a changing load there is room for each of the batch sizes in turn, up "
+    f"and down again, each for the time of {SPELL_STEPS} steps of a row without drafts",
     "the oracle knows what is right, drafts nothing else, and takes of it what makes most tokens a "
     "second in this step; regret is the share of its throughput that a controller misses",
 )
@@ -40,13 +45,13 @@ class Compared:
 
     Args:
         name: of the controller, with its knobs.
-        batch: rows at a time.
+        batch: rows at a time; None for a load that changes between all batch sizes.
         made: tokens and seconds of it.
         best: those of the oracle.
     """
 
     name: str
-    batch: int
+    batch: int | None
     made: Replay
     best: Replay
 
@@ -68,7 +73,8 @@ def compare(
     Args:
         traces: see `specbench.trace.read_traces`.
         times: what steps cost.
-        batches: rows at a time.
+        batches: rows at a time; where there are several, a load that changes between them comes
+            last.
         controllers: as a method's knob names them.
         depth: the deepest draft; by default the deepest that step times are known of.
 
@@ -81,13 +87,25 @@ def compare(
     config = MethodConfig(depth=deepest, max_nodes=deepest)
     ways = {f"fixed at {d}": Fixed(d, d) for d in range(deepest + 1)}
     chosen = {text: Choice.read(text).make(config, times) for text in controllers}
+    again = -(-OUTPUTS_PER_ROW * max(batches) // len(traces))
+    traces = list(traces) * max(1, again)
+    loads: dict[int | None, int | Room] = {batch: batch for batch in batches}
+    if len(loads) > 1:
+        loads[None] = changing(batches, SPELL_STEPS * times.step_s([0]))
     found = []
-    for batch in batches:
-        best = play_oracle(traces, batch, deepest, times.step_s)
+    for batch, room in loads.items():
+        best = play_oracle(traces, room, deepest, times.step_s)
         for name, controller in (ways | chosen).items():
-            made = replay(traces, batch, controller, times)
+            made = replay(traces, room, controller, times)
             found.append(Compared(name=name, batch=batch, made=made, best=best))
     return found
+
+
+def changing(batches: Sequence[int], spell_s: float) -> Room:
+    """Room that goes through some batch sizes, up and down again, for so many seconds each."""
+    up = sorted(batches)
+    tide = up + up[-2:0:-1]
+    return lambda seconds: tide[int(seconds / spell_s) % len(tide)]
 
 
 def step_times(profile: Profile, method: str) -> StepTable:
@@ -127,16 +145,18 @@ def page(
     return [
         Heading(f"Controllers of {method}, replayed", 1),
         Note(f"{len(records)} recorded outputs; step times of {profile.device}, as profiled"),
-        _table(found, chosen),
+        _table(found),
         Heading("Assumptions", 3),
         *(Note(assumption) for assumption in ASSUMPTIONS),
     ]
 
 
-def _table(found: Sequence[Compared], batches: Sequence[int]) -> Table:
+def _table(found: Sequence[Compared]) -> Table:
     columns = [Column("controller", numbers=False)]
+    batches = list(dict.fromkeys(one.batch for one in found))
     for batch in batches:
-        columns += [Column(f"B={batch} tokens/s"), Column("regret")]
+        load = "changing" if batch is None else f"B={batch}"
+        columns += [Column(f"{load} tokens/s"), Column("regret")]
     least = {b: min(one.regret for one in found if one.batch == b) for b in batches}
     rows = []
     for name in dict.fromkeys(one.name for one in found):

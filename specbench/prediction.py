@@ -24,6 +24,7 @@ ASSUMPTIONS = (
     "a method that is not in the profile takes vanilla's forwards and bookkeeping, and drafts as "
     "long as the drafter named, by a roofline of the measured bandwidth and rate",
     "memory is counted, and what a pass waits for is said by that roofline",
+    "a forward over ragged rows takes what one over as many nodes in even rows does",
     "all rows have the same context; sampling and prefill take no time",
     "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
     "depth would have been right at the same positions; those never tested are right as often",
@@ -242,7 +243,6 @@ def _replay_s(traces: Sequence[Trace], depth: int, steps: Steps) -> float:
         return [span(traces[row.trace], row.position, depth) for row in rows]
 
     def step_s(nodes: Sequence[int]) -> float:
-        # A forward is as wide as its widest row.
-        return steps.cost(len(nodes), depth, max(nodes)).total_s
+        return steps.cost(len(nodes), depth, fmean(nodes)).total_s
 
     return play(traces, len(traces), decide, step_s).seconds

@@ -207,8 +207,6 @@ def _sha256(body: Mapping[str, Any]) -> str:
 def step_table(
     steps: Sequence[StepSamples],
     seconds: Callable[[StepSamples], Sequence[float]] = lambda one: one.total_s,
-    *,
-    padded: bool = False,
 ) -> StepTable:
     """Medians by rows and depth, as controllers go by them: a row that drafts so many nodes counts
     as one that drafts so deep.
@@ -216,6 +214,5 @@ def step_table(
     Args:
         steps: a full grid, depth 0 among them.
         seconds: which of a step's; by default of all of it.
-        padded: see `StepTable`.
     """
-    return StepTable({(one.rows, one.depth): median(seconds(one)) for one in steps}, padded)
+    return StepTable({(one.rows, one.depth): median(seconds(one)) for one in steps})

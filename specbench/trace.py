@@ -109,13 +109,15 @@ class Running(NamedTuple):
     position: int
 
 
+Room = Callable[[float], int]
+"""How many rows there is room for, so many seconds after the start. Rows that are there stay."""
 Decide = Callable[[Sequence[Running]], Sequence[Span]]
 """What each row has verified, and how much of that was right."""
 
 
 def play(
     traces: Sequence[Trace],
-    batch: int,
+    room: int | Room,
     decide: Decide,
     step_s: Callable[[Sequence[int]], float],
 ) -> Replay:
@@ -123,7 +125,7 @@ def play(
 
     Args:
         traces: outputs.
-        batch: rows at a time.
+        room: rows at a time, always or by the time; 1 or more.
         decide: chooses what to verify.
         step_s: seconds of a step, by the nodes of each row.
     """
@@ -131,7 +133,8 @@ def play(
     rows: list[Running] = []
     num_steps, seconds = 0, 0.0
     while waiting or rows:
-        while waiting and len(rows) < batch:
+        most = room(seconds) if callable(room) else room
+        while waiting and len(rows) < most:
             rows.append(Running(waiting.popleft(), 0))
         found = decide(rows)
         num_steps += 1
@@ -146,7 +149,7 @@ def play(
 
 def play_oracle(
     traces: Sequence[Trace],
-    batch: int,
+    room: int | Room,
     depth: int,
     step_s: Callable[[Sequence[int]], float],
 ) -> Replay:
@@ -166,4 +169,4 @@ def play_oracle(
                         best, chosen = rate, list(nodes)
         return [Span(num, num) for num in chosen]
 
-    return play(traces, batch, decide, step_s)
+    return play(traces, room, decide, step_s)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specbench.cli import main
-from specbench.comparison import compare
+from specbench.comparison import OUTPUTS_PER_ROW, changing, compare
 from specbench.profile import write_profile
 from specbench.trace import Mark, Trace
 from tests.made_profiles import made_profile, made_steps
@@ -33,6 +33,22 @@ def test_where_nothing_is_right_drafting_is_what_is_missed() -> None:
     assert found["goodput"] < found["fixed at 1"] < found["fixed at 4"]
 
 
+def test_a_load_that_changes_goes_up_and_down() -> None:
+    room = changing([8, 1, 4], 2.0)
+    assert [room(second) for second in (0, 1.9, 2, 4, 6, 8, 9, 10)] == [1, 1, 4, 8, 4, 1, 1, 4]
+
+
+def test_under_a_load_that_changes_those_that_know_the_load_miss_least() -> None:
+    """Half of the drafts are right: worth it for one row at these times, and not for many."""
+    traces: list[Trace] = [[RIGHT, WRONG] * 30] * 8
+    found = [one for one in compare(traces, TIMES, [1, 8, 64], depth=4) if one.batch is None]
+    regret = {one.name: one.regret for one in found}
+    fixed = min(missed for name, missed in regret.items() if name.startswith("fixed"))
+    assert max(regret["goodput"], regret["survival"]) < fixed
+    (tokens,) = {one.made.num_tokens for one in found}
+    assert tokens == 60 * OUTPUTS_PER_ROW * 64
+
+
 def test_a_depth_beyond_the_step_times_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--depth 9 is out of range; valid: 1\.\.8"):
         compare(ALWAYS, TIMES, [1], depth=9)
@@ -57,7 +73,7 @@ def test_the_command_shows_each_controller_at_each_batch(
     names = [line.split("|")[1].strip() for line in shown.splitlines() if line.startswith("|")]
     fixed = [f"fixed at {depth}" for depth in range(4)]
     assert names[2:] == [*fixed, "ema:tiers=1/3,warm_up=2", "goodput"]
-    assert "B=1 tokens/s" in shown and "B=4 tokens/s" in shown
+    assert all(f"{load} tokens/s" in shown for load in ("B=1", "B=4", "changing"))
 
 
 @pytest.mark.parametrize(

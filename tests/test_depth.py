@@ -238,7 +238,6 @@ def test_step_times_are_interpolated() -> None:
     table = StepTable(seconds)
     assert table.step_s([2]) == 1.5
     assert table.step_s([0, 4, 4, 0]) == 6
-    assert StepTable(seconds, padded=True).step_s([0, 4, 4, 0]) == 8
     assert table.step_s([9] * 9) == 8
     with pytest.raises(ValueError, match="lack"):
         StepTable({(1, 0): 1.0, (2, 1): 2.0})

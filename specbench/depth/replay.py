@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from specbench.depth.controller import Admission, DepthController
 from specbench.depth.times import StepTimes
 from specbench.method import Proposal, Request, Row, Step, Verdict
-from specbench.trace import Replay, Running, Span, Trace, play, span
+from specbench.trace import Replay, Room, Running, Span, Trace, play, span
 from specbench.tree import Tree
 
 
 def replay(
-    traces: Sequence[Trace], batch: int, controller: DepthController, times: StepTimes
+    traces: Sequence[Trace], room: int | Room, controller: DepthController, times: StepTimes
 ) -> Replay:
     """Plays traces under a controller. Records have no chances, so one that reads drafts goes by
     match statistics, if it can.
 
     Args:
         traces: see `specbench.trace.read_traces`.
-        batch: rows at a time.
+        room: rows at a time, always or by the time.
         controller: chooses the depths; reset first.
         times: what steps cost.
     """
@@ -48,7 +48,7 @@ def replay(
         controller.observe(Verdict(batch_rows, proposal, paths, paths, {}))
         return verified
 
-    return play(traces, batch, decide, times.step_s)
+    return play(traces, room, decide, times.step_s)
 
 
 def _row(name: str, length: int) -> Row:

@@ -19,15 +19,14 @@ class StepTable:
     counts.
 
     Args:
-        seconds: by rows and nodes of each row, 0 nodes among them; every combination.
-        padded: whether a step of ragged rows costs what its widest row would cost for all, or what
-            its mean row would.
+        seconds: by rows and nodes of each row, 0 nodes among them; every combination. A step of
+            ragged rows takes what one of as many nodes in even rows does.
 
     Raises:
         ValueError: a combination is missing.
     """
 
-    def __init__(self, seconds: Mapping[tuple[int, int], float], padded: bool = False) -> None:
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         self.rows = sorted({rows for rows, _ in seconds})
         self.nodes = sorted({nodes for _, nodes in seconds})
         missing = [(r, n) for r in self.rows for n in self.nodes if (r, n) not in seconds]
@@ -37,10 +36,9 @@ class StepTable:
                 "every combination, with 0 nodes"
             )
         self.seconds = [[seconds[r, n] for n in self.nodes] for r in self.rows]
-        self.padded = padded
 
     def step_s(self, nodes: Sequence[float]) -> float:
         """As the table has it."""
-        width = max(nodes) if self.padded else sum(nodes) / len(nodes)
+        width = sum(nodes) / len(nodes)
         by_rows = [np.interp(width, self.nodes, row) for row in self.seconds]
         return float(np.interp(len(nodes), self.rows, by_rows))

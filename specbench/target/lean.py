@@ -105,7 +105,10 @@ class LeanLayer:
         x_Th = pad_tokens(x_Th, num_rows)
         heads_BNi = real.place(self.qkv.multiply(self.norms[0](x_Th))[:num_real], hidden_BNh)
         mixed_BNHD = self._attend(
-            heads_BNi.unflatten(2, (-1, self.head_dim)), attention_mask, cache, position_embeddings
+            heads_BNi.view(*heads_BNi.shape[:2], -1, self.head_dim),
+            attention_mask,
+            cache,
+            position_embeddings,
         )
         mixed_Ti = pad_tokens(real.pick(mixed_BNHD.flatten(2)), num_rows)
         x_Th = x_Th + self.out.multiply(mixed_Ti)
