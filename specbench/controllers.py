@@ -8,12 +8,10 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
-
 from specbench.depth import Calibration, Choice, DepthController, StepTable
 from specbench.method import Method
-from specbench.profile import StepSamples, step_table
-from specbench.profiling import measure_steps, record_samples
+from specbench.profile import Pass, StepSamples, step_table
+from specbench.profiling import measure_forwards, measure_steps, record_samples
 
 _REPEATS = 3
 
@@ -37,16 +35,28 @@ class Known:
 
     @cached_property
     def verifying(self) -> StepTable:
-        """Of steps whose drafts are there already, by rows and drafted nodes."""
-        return by_nodes(self.samples)
+        """Of steps whose drafts are there already, by rows and nodes of each row: what forwards
+        take, times what the method's own take of that (drafting may have run some layers), and the
+        bookkeeping."""
+        nodes = [0, *_grid(self.method.config.max_nodes)]
+        context = round(max(one.context for one in self.samples))
+        idle = {one.rows: one for one in self.samples if not one.depth}
+        passes = [Pass(rows, 1 + n, context) for rows in idle for n in nodes]
+        timed = measure_forwards(self.method.target, passes, _REPEATS)
+        forwards = StepTable({(one.rows, one.tokens - 1): median(one.seconds) for one in timed})
+        seconds = {}
+        for deepest in (one for one in self.samples if one.depth == self.steps.nodes[-1]):
+            rows = deepest.rows
+            own_s = median(deepest.forward_s) / forwards.step_s([fmean(deepest.nodes)] * rows)
+            for n in nodes:
+                forward_s = forwards.step_s([n] * rows) * (own_s if n else 1.0)
+                seconds[rows, n] = forward_s + median(idle[rows].bookkeeping_s)
+        return StepTable(seconds)
 
     @cached_property
     def drafting(self) -> StepTable:
-        """Of drafting to the full depth, by rows."""
-        deepest = max(one.depth for one in self.samples)
-        return StepTable(
-            {(s.rows, 0): median(s.draft_s) for s in self.samples if s.depth == deepest}
-        )
+        """Of drafting, by rows and depth."""
+        return step_table(self.samples, lambda one: one.draft_s)
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -95,24 +105,6 @@ def measure(method: Method, max_rows: int) -> Known:
     return Known(method, measure_steps(method.target, method, rows, depths, repeats=_REPEATS))
 
 
-def _grid(max_rows: int) -> list[int]:
-    """Batch sizes to measure: the powers of two and the largest."""
-    return sorted({*(2**i for i in range(max_rows.bit_length())), max_rows})
-
-
-def by_nodes(steps: Sequence[StepSamples]) -> StepTable:
-    """Seconds of a step without its drafting, by the nodes that each row verifies: between those
-    that were drafted they are interpolated."""
-    rows = sorted({one.rows for one in steps})
-    curves = {}
-    for num in rows:
-        found = sorted((fmean(s.nodes), median(_verify_s(s))) for s in steps if s.rows == num)
-        curves[num] = ([nodes for nodes, _ in found], [seconds for _, seconds in found])
-    most = round(max(nodes[-1] for nodes, _ in curves.values()))
-    return StepTable(
-        {(num, n): float(np.interp(n, *curves[num])) for num in rows for n in range(most + 1)}
-    )
-
-
-def _verify_s(steps: StepSamples) -> list[float]:
-    return [f + b for f, b in zip(steps.forward_s, steps.bookkeeping_s, strict=True)]
+def _grid(most: int) -> list[int]:
+    """Where to measure: at the powers of two and at the most."""
+    return sorted({*(2**i for i in range(most.bit_length())), most})

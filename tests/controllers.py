@@ -11,6 +11,7 @@ from specbench.depth import (
     Survival,
     make_controller,
 )
+from specbench.method import Budget, Row
 
 DEEPEST = 4
 
@@ -64,6 +65,10 @@ def made(name: str, knobs: dict[str, object]) -> DepthController:
 class GlobalSearch(Survival):
     """Broken: admits what raises throughput most of all, after a look at every chance. A node's
     token decides over the chances behind it, and with them over itself."""
+
+    def choose(self, rows: Sequence[Row]) -> list[Budget]:
+        """The most, as in the paper."""
+        return [self.budget] * len(rows)
 
     def admit(self, admission: Admission) -> None:
         """The best prefix of the order by survival."""

@@ -6,9 +6,8 @@ import pytest
 
 from specbench.conformance.decoding import make_request, reference
 from specbench.conformance.models import looping_target
-from specbench.controllers import Controllers, by_nodes, measure
+from specbench.controllers import Controllers, measure
 from specbench.depth import Choice, Survival
-from specbench.profile import StepSamples
 from specbench.target import Target
 from tests.drafters import SETTINGS, Setting, decode, make_method
 
@@ -46,22 +45,10 @@ def test_the_grid_has_the_largest_batch_and_the_full_depth() -> None:
     assert known.steps.nodes[-1] == method.config.depth
 
 
-def samples(rows: int, depth: int, nodes: float, verify_s: float) -> StepSamples:
-    return StepSamples(
-        rows=rows,
-        depth=depth,
-        context=9.0,
-        nodes=[nodes, nodes],
-        draft_s=[9.0, 9.0],
-        forward_s=[verify_s - 1, verify_s - 1],
-        bookkeeping_s=[1.0, 1.0],
-    )
-
-
-def test_verification_is_told_by_nodes_whatever_the_depth() -> None:
-    """A tree drafts its six nodes at any depth."""
-    steps = [samples(1, 0, 0, 4), samples(1, 1, 6, 7), samples(2, 0, 0, 6), samples(2, 1, 6, 12)]
-    table = by_nodes(steps)
-    assert table.nodes == list(range(7))
-    assert table.step_s([0]) == 4 and table.step_s([2]) == 5 and table.step_s([6]) == 7
-    assert table.step_s([2, 4]) == 9
+def test_verification_is_measured_by_nodes_whatever_the_depth() -> None:
+    """A tree drafts its nodes at any depth; some of them may be verified."""
+    method = make_method(target(), Setting("ngram", (("max_nodes", "12"),)))
+    known = measure(method, 3)
+    assert known.verifying.rows == known.drafting.rows == [1, 2, 3]
+    assert known.verifying.nodes == [0, 1, 2, 4, 8, 12]
+    assert known.drafting.nodes == known.steps.nodes

@@ -68,13 +68,17 @@ class Goodput(Bounded):
 
     Args:
         depth, max_nodes: the most.
-        times: what steps cost.
-        probe: after so many steps without a draft, one level is drafted to see how it fares now.
+        times: what whole steps cost, by the depth that each row drafts.
+        probe: where nothing is drafted, the share of the time that may go into a level now and then
+            to see how drafts fare by now. None does where not even drafts that are all accepted
+            would pay.
     """
 
-    def __init__(self, depth: int, max_nodes: int, *, times: StepTimes, probe: int = 64) -> None:
+    def __init__(
+        self, depth: int, max_nodes: int, *, times: StepTimes, probe: float = 0.01
+    ) -> None:
         super().__init__(depth, max_nodes)
-        self.times, self.probe, self.num_idle = times, probe, 0
+        self.times, self.probe = times, probe
         self.reset()
 
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
@@ -83,12 +87,22 @@ class Goodput(Bounded):
         for row in rows:
             expected = accumulate(survivals(self.acceptance.chances(row)), initial=1.0)
             tokens = [a + b for a, b in zip(tokens, expected, strict=True)]
-        goodput = [t / self.times.step_s([d] * len(rows)) for d, t in enumerate(tokens)]
-        depth = goodput.index(max(goodput))
-        self.num_idle = 0 if depth else self.num_idle + 1
-        if self.num_idle > self.probe:
-            depth, self.num_idle = 1, 0
+        seconds = [self._step_s(len(rows), depth) for depth in range(len(tokens))]
+        goodput = [t / s for t, s in zip(tokens, seconds, strict=True)]
+        depth = goodput.index(max(goodput)) or self._probe(seconds)
+        if depth:
+            self.idle_s = 0.0
         return [self.within(depth)] * len(rows)
+
+    def _step_s(self, num_rows: int, depth: int) -> float:
+        """Of a step that drafts so deep."""
+        return self.times.step_s([depth] * num_rows)
+
+    def _probe(self, seconds: Sequence[float]) -> int:
+        """1 where it is time to look again; by the seconds of a step at each depth."""
+        self.idle_s += seconds[0]
+        could_pay = any((1 + d) * seconds[0] > s for d, s in enumerate(seconds) if d)
+        return int(could_pay and seconds[1] - seconds[0] <= self.probe * self.idle_s)
 
     def observe(self, verdict: Verdict) -> None:
         """Counts what was accepted."""
@@ -97,4 +111,4 @@ class Goodput(Bounded):
     def reset(self) -> None:
         """Forgets how drafts fared."""
         self.acceptance = RunningAcceptance(self.budget.depth)
-        self.num_idle = 0
+        self.idle_s = 0.0

@@ -5,22 +5,26 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from specbench.depth.calibration import Calibration
-from specbench.depth.controller import Admission, Bounded, Candidate
-from specbench.depth.goodput import RunningAcceptance
+from specbench.depth.controller import Admission, Candidate
+from specbench.depth.goodput import Goodput
 from specbench.depth.times import StepTimes
-from specbench.method import Budget, Row, Verdict
+from specbench.method import Budget, Row
 
 
-class Survival(Bounded):
-    """Admits the likeliest node of all rows while expected tokens for each second rise, and stops
-    at the first that does not raise them.
+class Survival(Goodput):
+    """Drafts as deep as goodput has it for chains, and of the drafts admits the likeliest node of
+    all rows while expected tokens for each second rise, and stops at the first that does not raise
+    them.
 
-    To look beyond that one would be to look at its token: the next chance depends on it.
+    To look beyond that one would be to look at its token: the next chance depends on it. In the
+    paper a block is drafted at once, as deep as can be; where each level costs time, how deep must
+    be decided before, by how drafts fared.
 
     Args:
-        depth, max_nodes: the most that is drafted.
-        times: what steps cost, or if ``drafting`` is given, what they cost whose drafts are there.
-        drafting: what drafting to the full depth takes; told of rows alone.
+        depth, max_nodes, probe: as of `Goodput`.
+        times: what steps cost, or if ``drafting`` is given, what they cost whose drafts are there;
+            by the nodes that each row verifies.
+        drafting: what drafting costs, by depth.
         calibration: of the drafter's chances. A drafter without chances gets those with which a
             row's tokens at each depth were taken so far.
     """
@@ -33,23 +37,19 @@ class Survival(Bounded):
         max_nodes: int,
         *,
         times: StepTimes,
+        probe: float = 0.01,
         drafting: StepTimes | None = None,
         calibration: Calibration = Calibration(),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(depth, max_nodes)
-        self.times, self.drafting, self.calibration = times, drafting, calibration
-        self.rows: Sequence[Row] = ()
-        self.reset()
+        super().__init__(depth, max_nodes, times=times, probe=probe)
+        self.drafting, self.calibration = drafting, calibration
 
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
-        """The most, or nothing where no draft could pay, not even one that is all accepted."""
-        self.rows = rows
-        idle = len(rows) / self.times.step_s([0] * len(rows))
-        pays = any(
-            len(rows) * (1 + depth) / self._step_s([depth] * len(rows)) > idle
-            for depth in range(1, 1 + self.budget.depth)
-        )
-        return [self.budget if pays else Budget(0, 0)] * len(rows)
+        """The depth that promises most; what drafting so deep takes is then spent."""
+        budgets = super().choose(rows)
+        self.rows: Sequence[Row] = rows
+        self.drafting_s = self._drafting_s(len(rows), budgets[0].depth)
+        return budgets
 
     def admit(self, admission: Admission) -> None:
         """Algorithm 1."""
@@ -57,7 +57,7 @@ class Survival(Bounded):
         survivals = [[1.0] for _ in nodes]
         queue: list[tuple[float, int]] = []
         tokens = float(len(nodes))
-        rate = tokens / self._step_s(nodes)
+        rate = tokens / self._rest_s(nodes)
 
         def enqueue(row: int) -> None:
             if found := admission.next(row):
@@ -71,27 +71,29 @@ class Survival(Bounded):
             _, row = heappop(queue)
             nodes[row] += 1
             tokens += survivals[row][-1]
-            before, rate = rate, tokens / self._step_s(nodes)
+            before, rate = rate, tokens / self._rest_s(nodes)
             if rate <= before:
                 break
             admission.admit(row)
             enqueue(row)
 
-    def _step_s(self, nodes: Sequence[int]) -> float:
-        """Of a step that has drafted, whatever of that it verifies."""
-        drafting_s = self.drafting.step_s([0] * len(nodes)) if self.drafting else 0.0
-        return drafting_s + self.times.step_s(nodes)
+    def _rest_s(self, nodes: Sequence[int]) -> float:
+        """Of this step, whatever of its drafts it verifies."""
+        return self.drafting_s + self.times.step_s(nodes)
+
+    def _step_s(self, num_rows: int, depth: int) -> float:
+        return super()._step_s(num_rows, depth) + self._drafting_s(num_rows, depth)
+
+    def _drafting_s(self, num_rows: int, depth: int) -> float:
+        return self.drafting.step_s([depth] * num_rows) if self.drafting else 0.0
 
     def _chance(self, row: int, found: Candidate) -> float:
         if found.chance is None:
             return self.acceptance.chances(self.rows[row])[found.depth - 1]
         return self.calibration.chance(found.chance, found.depth)
 
-    def observe(self, verdict: Verdict) -> None:
-        """Counts what was accepted."""
-        self.acceptance.add(verdict.rows)
-
     def reset(self) -> None:
         """Forgets how drafts fared."""
-        self.acceptance = RunningAcceptance(self.budget.depth)
+        super().reset()
         self.rows = ()
+        self.drafting_s = 0.0
