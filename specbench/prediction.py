@@ -28,7 +28,8 @@ ASSUMPTIONS = (
     "all rows have the same context; sampling and prefill take no time",
     "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
     "depth would have been right at the same positions; those never tested are right as often",
-    "a profiled method that drafts more nodes than levels drafts trees of as many nodes",
+    "a profiled method that drafts more nodes than levels drafts trees, of as many nodes where "
+    "nothing else is recorded",
 )
 
 
@@ -127,13 +128,16 @@ class Steps:
             return max(one.depth for one in self._own)
         return self.forwards.tokens[-1] - 1
 
-    def cost(self, rows: int, depth: int, nodes: float) -> StepCost:
+    def cost(
+        self, rows: int, depth: int, nodes: float, tree_nodes: float | None = None
+    ) -> StepCost:
         """Of a step.
 
         Args:
             rows: decoded together.
             depth: that each may draft.
-            nodes: drafted of each; of trees, those of the profile.
+            nodes: drafted of each, in chains.
+            tree_nodes: in trees, of each; None for those of the profile.
 
         Raises:
             ValueError: it is beyond the profile.
@@ -146,9 +150,10 @@ class Steps:
         draft_s, forward_s, bookkeeping_s, own_nodes = (
             table.step_s([known] * rows) for table in self._parts
         )
-        wanted = own_nodes if own_nodes > known else nodes
+        if own_nodes > known:
+            nodes = own_nodes if tree_nodes is None else tree_nodes
         own_context = fmean(one.context for one in self._own)
-        forward_s *= self._grid_s(rows, wanted, self.context)
+        forward_s *= self._grid_s(rows, nodes, self.context)
         forward_s /= self._grid_s(rows, own_nodes, own_context)
         return StepCost(draft_s if depth else 0.0, forward_s, bookkeeping_s)
 
@@ -230,19 +235,23 @@ def predict(
     if not traces:
         raise ValueError(f"there is no recorded output of method {method!r} to replay")
     chunks = [traces[begin : begin + batch] for begin in range(0, len(traces), batch)]
+    drafts = [step for record in records for step in record.steps if step[1]]
+    tree_nodes = fmean(nodes for nodes, *_ in drafts) if drafts else 0.0
     vanilla_s, own_s = (
-        sum(_replay_s(chunk, levels, steps) for chunk in chunks) for levels in (0, depth)
+        sum(_replay_s(chunk, levels, tree_nodes, steps) for chunk in chunks)
+        for levels in (0, depth)
     )
     return vanilla_s / own_s
 
 
-def _replay_s(traces: Sequence[Trace], depth: int, steps: Steps) -> float:
+def _replay_s(traces: Sequence[Trace], depth: int, tree_nodes: float, steps: Steps) -> float:
     """Seconds of one batch."""
 
     def decide(rows: Sequence[Running]) -> list[Span]:
         return [span(traces[row.trace], row.position, depth) for row in rows]
 
     def step_s(nodes: Sequence[int]) -> float:
-        return steps.cost(len(nodes), depth, fmean(nodes)).total_s
+        drafting = sum(num > 0 for num in nodes) / len(nodes)
+        return steps.cost(len(nodes), depth, fmean(nodes), drafting * tree_nodes).total_s
 
     return play(traces, len(traces), decide, step_s).seconds

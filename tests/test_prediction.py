@@ -108,6 +108,14 @@ def test_rows_that_ended_have_left_the_batch() -> None:
     assert predict(linear_profile(), "echo", RECORDS, 4, 3) == found
 
 
+def test_recorded_trees_have_their_own_nodes() -> None:
+    """Two of them at depth 1, where the profile's have four."""
+    profile = linear_profile(steps={"echo": made_steps(nodes=4)})
+    records = [output("echo", "a", (2, 1, 1, 2), (2, 1, 1, 2))]
+    found = predict(profile, "echo", records, 1, 1)
+    assert found == pytest.approx(4 * 1.25 / (2 * (0.5 + (1 + 2) + 0.25)))
+
+
 def test_a_depth_of_zero_gains_nothing() -> None:
     assert predict(linear_profile(), "echo", RECORDS, 2, 0) == 1
 

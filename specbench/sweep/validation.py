@@ -1,11 +1,11 @@
-"""A profile's predictions held against a sweep: from the deepest drafts of the smallest batch size
-the speed-up of every depth and batch size is predicted. Pure functions."""
+"""A profile's predictions held against a sweep: from the steps of every setting at the smallest
+batch size its speed-up at every batch size is predicted. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-from specbench.prediction import predict
+from specbench.prediction import Forwards, predict
 from specbench.profile import Profile
 from specbench.records import RequestRecord, Run
 from specbench.sweep.choices import by_setting
@@ -13,8 +13,8 @@ from specbench.sweep.points import Point, Points
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
 
 _READING = (
-    "predicted: outputs recorded at the method's deepest setting and the smallest batch size are "
-    "replayed at each depth, in batches as they were decoded, with the profile's step times; "
+    "predicted: outputs recorded at the smallest batch size are replayed in batches as they were "
+    "decoded, with the profile's step times; "
     "error: predicted / measured - 1; inside: whether the measured interval holds the prediction. "
     "The profile should be of the same machine, threads and dtype"
 )
@@ -66,18 +66,31 @@ def predictions(
 def _of_method(
     profile: Profile, runs: Mapping[int, Run], workload: str, points: Sequence[Point]
 ) -> Iterator[Prediction]:
-    deepest = max(by_setting(points), key=lambda setting: setting.depth)
-    recorded = _records(runs[min(runs)], workload, deepest.name)
-    for point in points:
-        if point.setting and point.gain:
-            predicted = predict(
-                profile, point.setting.method, recorded, point.batch, point.setting.depth
-            )
-            yield Prediction(point=point, predicted=predicted)
+    first = runs[min(runs)]
+    context = _mean_context(first, workload)
+    contexts = Forwards(profile).contexts
+    context = round(min(max(context, contexts[0]), contexts[-1]))
+    for setting, own in by_setting(points).items():
+        recorded = _records(first, workload, setting.name)
+        for point in own:
+            if point.gain:
+                predicted = predict(
+                    profile, setting.method, recorded, point.batch, setting.depth, context
+                )
+                yield Prediction(point=point, predicted=predicted)
 
 
 def _records(run: Run, workload: str, method: str) -> list[RequestRecord]:
     return [r for r in run.requests if (r.workload, r.method) == (workload, method)]
+
+
+def _mean_context(run: Run, workload: str) -> float:
+    """Tokens in a row's cache, half of its output behind the prompt."""
+    return fmean(
+        one.num_prompt_tokens + len(one.tokens) / 2
+        for one in run.references
+        if one.workload == workload
+    )
 
 
 def page(found: Mapping[str, Sequence[Prediction]]) -> Page:
