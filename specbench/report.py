@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 
-from specbench.baselines import FOLDER
 from specbench.columns import (
     costs_table,
     positions_table,
@@ -79,13 +78,13 @@ def render_leaderboard(runs: Sequence[Run]) -> str:
 
 
 def main_leaderboard(results_folder: Path) -> None:
-    """Writes ``leaderboard.md`` from the runs in the folders below, but for the baselines.
+    """Writes ``leaderboard.md`` from the runs in the folders right below; baselines, sweeps and the
+    like lie deeper.
 
     Raises:
         ValueError: there are no runs, or one cannot be read.
     """
-    found = (path.parent for path in results_folder.glob("**/run.json"))
-    folders = sorted(folder for folder in found if folder.parent.name != FOLDER.name)
+    folders = sorted(path.parent for path in results_folder.glob("*/run.json"))
     if not folders:
         raise ValueError(f"{results_folder} holds no runs; valid: a folder above run folders")
     page = render_leaderboard([read_run(folder) for folder in folders])

@@ -491,12 +491,15 @@ def test_the_leaderboard_tells_machine_commit_and_command() -> None:
 def test_make_leaderboard_writes_the_same_page_each_time(tmp_path: Path) -> None:
     for name, speed in (("b", 2.0), ("a", 3.0)):
         target = {"name": f"target-{name}"}
-        filed_run(tmp_path / "cpu" / name, paired("echo", speed), target=target)
+        filed_run(tmp_path / name, paired("echo", speed), target=target)
+    deeper = {"name": "target-of-a-sweep"}
+    filed_run(tmp_path / "sweep" / "batch-1", paired("echo", 2.0), target=deeper)
     main_leaderboard(tmp_path)
     page = (tmp_path / "leaderboard.md").read_text()
     main_leaderboard(tmp_path)
     assert (tmp_path / "leaderboard.md").read_text() == page
     assert page.index("target-a") < page.index("target-b")
+    assert "target-of-a-sweep" not in page
     assert str(tmp_path) not in page
 
 
