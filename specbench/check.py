@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbench.comparable import MACHINE, differences
+from specbench.comparable import MACHINE, WORKERS, differences
 from specbench.filing import is_edited
 from specbench.judge import Case, Finding, Verdict
 from specbench.messages import suggest
@@ -67,24 +67,31 @@ def check(
             raise ValueError(f"{one.folder}/run.json has been edited: nothing can be told from it")
     methods = _methods(run, method)
     apart = differences(baseline, run, methods, allow)
-    elsewhere = apart.pop(MACHINE, [])
+    elsewhere, beside = apart.pop(MACHINE, []), apart.pop(WORKERS, [])
+    untimed = MACHINE if elsewhere else WORKERS if beside else None
     if apart:
         raise ValueError(
             f"{run.folder} is not to be compared with {baseline.folder}: "
             f"{'; '.join(text for texts in apart.values() for text in texts)}; "
             f"--allow {','.join(apart)} compares them all the same"
         )
+    workloads = [name for name in baseline.info["workloads"] if name in run.info["workloads"]]
+    if not workloads:
+        raise ValueError(
+            f"{run.folder} shares no workload with {baseline.folder}; valid: "
+            f"{', '.join(baseline.info['workloads'])}"
+        )
     notes = [f"another machine: {text}" for text in elsewhere]
+    notes += [f"not so many at work side by side: {text}" for text in beside]
     notes += [f"allowed to differ: {name}" for name in allow]
-    notes += [] if elsewhere else _of_the_baseline(baseline, run, margin)
+    notes += [] if untimed else _of_the_baseline(baseline, run, margin)
     findings: list[Finding] = []
     for name in methods:
         if name not in baseline.info["methods"]:
             notes.append(f"{name} is new: judged against {BASELINE} and the best of its kind")
-        for workload in baseline.info["workloads"]:
-            if workload in run.info["workloads"]:
-                case = Case(baseline, run, name, workload, margin, bool(elsewhere))
-                findings += case.findings()
+        for workload in workloads:
+            case = Case(baseline, run, name, workload, margin, bool(elsewhere), untimed)
+            findings += case.findings()
     findings = [f for f in findings if f.is_hard or not hard_only]
     return Check(baseline=baseline, run=run, margin=margin, findings=findings, notes=notes)
 

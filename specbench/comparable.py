@@ -10,7 +10,9 @@ from specbench.metrics import request_names
 from specbench.records import BASELINE, Run
 
 MACHINE = "machine"
-"""What differs here bears on times alone."""
+"""What differs here bears on times, and on rounding."""
+WORKERS = "workers"
+"""How many measured side by side: that bears on times alone."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "weights": ("provenance.weights_sha256",),
     "dtype": ("target.dtype",),
@@ -30,10 +32,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     MACHINE: (
         "provenance.cpu",
         "provenance.device",
-        "provenance.workers",
         "provenance.threads_per_worker",
         "target.kernels",
     ),
+    WORKERS: ("provenance.workers",),
 }
 """By name: the keys of the fingerprint, and all below them."""
 _CODE = ("source_sha256",)

@@ -116,6 +116,13 @@ def doubts(run: Run, file: str = "run.json") -> list[str]:
             f"{_name(run)}: the machine was busy at the start (load average "
             f"{load:.1f} on {cores} cores); times may be off"
         )
+    for resumed in provenance.get("resumed", []):
+        if resumed["workers"] != provenance["workers"]:
+            lines.append(
+                f"{_name(run)}: begun by {provenance['workers']} workers side by side, gone on "
+                f"with by {resumed['workers']}: tokens/s of its shards are not alike; a speed-up "
+                "is within one"
+            )
     if provenance.get("dirty"):
         lines.append(f"{_name(run)}: the code had changes that its commit does not hold")
     return lines

@@ -90,8 +90,10 @@ class Case:
     workload: str
     margin: float
     is_elsewhere: bool
-    """Whether the runs are of different machines: then their times say nothing together, and what
-    differs in the last digit may differ in the rest."""
+    """Whether the runs are of different machines: then what differs in the last digit may differ in
+    the rest."""
+    untimed: str | None
+    """The group of `comparable.GROUPS` by which their times say nothing together, if any."""
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is asked."""
@@ -253,9 +255,9 @@ class Case:
             if len(sums_C8)
             else (None, None)
         )
-        if self.is_elsewhere:
+        if self.untimed:
             words = (number(values[0]), number(values[1]))
-            reason = f"another machine; --allow {MACHINE} judges all the same"
+            reason = f"not the same {self.untimed}; --allow {self.untimed} judges all the same"
             return self._finding(False, question, words, Verdict.INCONCLUSIVE, reason)
         return self._soft(question, values, sums_C8, _ratio_of_speed_ups)
 

@@ -274,7 +274,8 @@ class MethodConfig:
     Args:
         depth: how deep to draft when the run does not say.
         max_nodes: the most nodes to draft in one step, where a method drafts trees.
-        controller: how deep each row drafts, within these: `specbench.depth.Choice`.
+        controller: how deep each row drafts, within these: the name of a depth controller, with
+            its knobs, ``off_above_batch:off_at=4``.
     """
 
     depth: int = 4

@@ -248,6 +248,22 @@ def test_another_machine_leaves_the_speed_open_and_nothing_else() -> None:
     assert check(BEFORE, now, allow=["machine"]).verdict == Verdict.PASS
 
 
+def test_other_workers_leave_the_speed_open_and_no_output() -> None:
+    now = info("provenance", workers=7)
+    done = check(BEFORE, noisy_run(0, **now))
+    assert questions(done, Verdict.INCONCLUSIVE) == {"speed-up"}
+    assert any("side by side: provenance.workers is 7 instead of" in note for note in done.notes)
+    assert check(BEFORE, noisy_run(0, **now), allow=["workers"]).verdict == Verdict.PASS
+    other = noisy_run(0, draft_seed=1, chance=0.3, **now)
+    assert check(BEFORE, other, hard_only=True).verdict == Verdict.FAIL
+
+
+def test_runs_without_a_workload_in_common_are_not_compared() -> None:
+    other = noisy_run(0, workloads={"prose": {}})
+    with pytest.raises(ValueError, match=r"shares no workload with .*; valid: code"):
+        check(BEFORE, other, allow=["prompts"])
+
+
 def test_another_machine_may_round_otherwise_but_not_be_lossy() -> None:
     elsewhere = info("provenance", cpu="Another CPU")
     done = check(BEFORE, noisy_run(0, draft_seed=1, chance=0.3, **elsewhere), hard_only=True)

@@ -167,7 +167,7 @@ COMMANDS = {
         "--depth",
         "--format",
     },
-    "methods": set(),
+    "methods": {"method"},
     "workloads": set(),
 }
 

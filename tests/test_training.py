@@ -387,7 +387,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_nothing(
     assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
 
 
-@pytest.mark.parametrize("damage", ["empty", "list", "shape", "seconds", "target"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "list", "shape", "optimiser", "seconds", "place", "target"]
+)
 def test_a_damaged_state_is_named(damage: str, folder: Path, tmp_path: Path) -> None:
     given, out = settings(folder, tmp_path), tmp_path / "out"
     open_run(given, out, False, Display(lambda text: None)).run()
@@ -395,8 +397,13 @@ def test_a_damaged_state_is_named(damage: str, folder: Path, tmp_path: Path) -> 
     state = torch.load(path, weights_only=True)
     if damage == "shape":
         state["module"] = {name: weight[:1] for name, weight in state["module"].items()}
+    elif damage == "optimiser":
+        for kept in state["optimiser"]["state"].values():
+            kept["exp_avg"] = kept["exp_avg"][:1]
     elif damage == "seconds":
         state["progress"]["seconds"] = math.nan
+    elif damage == "place":
+        state["progress"]["place"] = -7
     elif damage == "target":
         state["target"] = "another"
     torch.save([] if damage == "list" else state, path)
@@ -405,6 +412,36 @@ def test_a_damaged_state_is_named(damage: str, folder: Path, tmp_path: Path) -> 
     message = "other weights" if damage == "target" else f"{path} is damaged"
     with pytest.raises(ValueError, match=message):
         open_run(given, out, True, Display(lambda text: None)).run()
+
+
+def test_each_prompt_file_has_a_corpus_of_its_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what is in it: the same name in another folder is another."""
+    corpora_of = []
+    for name in ("cats", "volcanoes"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        lines = [json.dumps({"prompt": f"{name}, please: {i}"}) for i in range(6)]
+        Path("p.jsonl").write_text("\n".join(lines) + "\n")
+        given = settings(folder, tmp_path) | {"prompts": "p.jsonl", "tokens": 20}
+        said: list[str] = []
+        open_run(given, tmp_path / name / "out", False, Display(said.append)).run()
+        corpora_of += [line for line in said if line.startswith("corpus ")]
+    first, second = corpora_of
+    assert "0 tokens in 0 answers" in first and "0 tokens in 0 answers" in second
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_part(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"state\.pt cannot be written: .*No space left"):
+        open_run(settings(folder, tmp_path), tmp_path / "out", False, Display(print)).run()
+    assert not list((tmp_path / "out").glob("*.part"))
 
 
 def test_a_target_that_caps_its_logits_is_refused() -> None:

@@ -3,6 +3,7 @@
 import argparse
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specbench.commands.arguments import EXIT_DONE, Call, Commands
@@ -10,13 +11,23 @@ from specbench.commands.arguments import EXIT_DONE, Call, Commands
 
 def add(commands: Commands) -> None:
     """Their parsers."""
-    commands.add_parser("methods", help="list the methods", allow_abbrev=False)
+    methods = commands.add_parser(
+        "methods",
+        help="list the methods, or the knobs of one",
+        description="List the methods; or say what the knobs of one mean, and the depth "
+        "controllers that its knob controller may name.",
+        allow_abbrev=False,
+    )
+    methods.add_argument("method", metavar="METHOD", nargs="?", help="whose knobs")
     commands.add_parser("workloads", help="list the workloads", allow_abbrev=False)
 
 
 def _methods(arguments: argparse.Namespace) -> int:
     from specbench import registry
 
+    if arguments.method is not None:
+        _show_knobs(arguments.method)
+        return EXIT_DONE
     table = Table("method", "knobs and defaults", "from", "what it does")
     for name, source in registry.sources().items():
         try:
@@ -27,7 +38,23 @@ def _methods(arguments: argparse.Namespace) -> int:
             knobs, about = "-", f"cannot be used: {error}"
         table.add_row(name, knobs, source.origin, about)
     Console().print(table)
+    Console().print("`specbench methods METHOD` says what its knobs mean", markup=False)
     return EXIT_DONE
+
+
+def _show_knobs(name: str) -> None:
+    from specbench import knobs, registry
+    from specbench.depth import CONTROLLERS
+
+    table = Table("knob", "default", "what it is", title=f"{name}: --set {name}.KNOB=VALUE")
+    for knob in knobs.method_knobs(registry.load_method(name)):
+        table.add_row(*map(escape, knob))
+    choices = Table("controller", "its knobs", title=f"--set {name}.controller=NAME:KNOB=VALUE,...")
+    for controller, found in knobs.controller_knobs().items():
+        lines = [f"{one.name} ({one.default}): {one.meaning}" for one in found]
+        about = knobs.first_line(CONTROLLERS[controller])
+        choices.add_row(controller, escape("\n".join([about, *lines])))
+    Console().print(table, choices)
 
 
 def _workloads(arguments: argparse.Namespace) -> int:

@@ -60,6 +60,9 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             open_run(settings, out, arguments.resume, display).run()
         except KeyboardInterrupt:
+            if not out.exists():
+                display.say("specbench: interrupted before there was anything to keep")
+                return EXIT_INTERRUPTED
             again = f"{arguments.method} --out {shlex.quote(str(out))} --resume"
             display.say(f"specbench: interrupted; `specbench train {again}` goes on")
             return EXIT_INTERRUPTED

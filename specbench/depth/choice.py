@@ -27,7 +27,7 @@ CONTROLLERS: Mapping[str, type[Bounded]] = {
 }
 """By name."""
 
-_MEASURED = ("times", "drafting", "calibration")
+MEASURED = ("times", "drafting", "calibration")
 """Knobs that are measured, not given."""
 
 
@@ -114,7 +114,7 @@ class Choice:
 
         Args:
             config: the method's.
-            times, measured: what its class takes of `_MEASURED`.
+            times, measured: what its class takes of `MEASURED`.
 
         Raises:
             ValueError: step times are missing, or a knob is missing or out of range.
@@ -147,7 +147,7 @@ def _kinds(name: str) -> dict[str, Any]:
     """The knobs of a controller that are given, and their types."""
     own = [p for p in _parameters(name).values() if p.kind is p.KEYWORD_ONLY]
     kinds = {p.name: getattr(p.annotation, "__origin__", p.annotation) for p in own}
-    return {knob: kind for knob, kind in kinds.items() if knob not in _MEASURED}
+    return {knob: kind for knob, kind in kinds.items() if knob not in MEASURED}
 
 
 def make_controller(name: str, depth: int, max_nodes: int, **knobs: Any) -> DepthController:

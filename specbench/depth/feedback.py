@@ -125,8 +125,8 @@ class Ema(Bounded):
         weight: of the newest step in the average.
         warm_up: steps before the first change.
         interval: steps between two.
-        up, down: what is added to the average before it is rounded to see whether to go to the
-            next tier, and not to the one before.
+        up, down: what is added to the average before it is rounded, to see whether it is time for
+            the next tier, or for the one before.
     """
 
     def __init__(

@@ -21,7 +21,9 @@ class Survival(Goodput):
     be decided before, by how drafts fared.
 
     Args:
-        depth, max_nodes, probe: as of `Goodput`.
+        depth, max_nodes: the most.
+        probe: as of goodput: where nothing is drafted, the share of the time that may go into
+            looking again.
         times: what steps cost, or if ``drafting`` is given, what they cost whose drafts are there;
             by the nodes that each row verifies.
         drafting: what drafting costs, by depth.

@@ -6,17 +6,19 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specbench.messages import in_one_line
 
-CONFIG = "config.json"
+CONFIG, CARD = "config.json", "card.json"
 WEIGHTS = "model.safetensors"
 _FILES = (WEIGHTS, "pytorch_model.bin")
 
@@ -81,7 +83,8 @@ def load_checkpoint(source: str | Path, files: Sequence[str] = _FILES) -> Checkp
             reads with ``weights_only``.
 
     Raises:
-        ValueError: there is no such folder or Hub name, it lacks a file, or a file is damaged.
+        ValueError: there is no such folder or Hub name, it lacks a file, or a file is damaged or
+            not the one that its card describes.
     """
     name = str(source)
     folder = _folder(name, files)
@@ -94,8 +97,14 @@ def load_checkpoint(source: str | Path, files: Sequence[str] = _FILES) -> Checkp
     if not isinstance(config, dict):
         raise ValueError(f"checkpoint {name!r}: {CONFIG} holds no settings")
     tensors: dict[str, torch.Tensor] = {}
+    known = _sums(folder, name)
     for path in _weight_files(folder, files, name):
         tensors |= _read(path, name)
+        if path.name in known and sha256(path.read_bytes()).hexdigest() != known[path.name]:
+            raise ValueError(
+                f"checkpoint {name!r}: {path.name} is not the file that {CARD} describes; valid: "
+                f"the file as it was, or no {CARD}"
+            )
     return Checkpoint(name, config, tensors)
 
 
@@ -105,14 +114,23 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     file: str = WEIGHTS,
 ) -> None:
-    """Writes a checkpoint: ``config.json`` and a file of safetensors, floats in bfloat16."""
+    """Writes a checkpoint: ``config.json`` and a file of safetensors, floats in bfloat16; a card of
+    what was there before goes.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    (folder / CARD).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     narrow = {
         key: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().contiguous()
         for key, value in tensors.items()
     }
-    save_file(narrow, folder / file)
+    try:
+        save_file(narrow, folder / file)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / file} cannot be written: {in_one_line(error)}") from error
 
 
 def _folder(name: str, files: Sequence[str]) -> Path:
@@ -150,6 +168,17 @@ def _weight_files(folder: Path, files: Sequence[str], name: str) -> list[Path]:
     raise ValueError(f"checkpoint {name!r} has no weights; valid: {', '.join(files)}")
 
 
+def _sums(folder: Path, name: str) -> dict[str, str]:
+    """The SHA-256 of each file, as the card of a trained checkpoint has it."""
+    path = folder / CARD
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()).get("sha256", {}))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"checkpoint {name!r}: {CARD}: {in_one_line(error)}") from error
+
+
 def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
@@ -181,7 +210,8 @@ def fill(
         optional: names that may be missing; the module keeps what it has there.
 
     Raises:
-        ValueError: names the keys that are missing or unknown, or the one of another shape.
+        ValueError: names the keys that are missing or unknown, or the one of another shape or
+            with values that are no numbers.
     """
     own = module.state_dict(keep_vars=True)
     for problem, keys in (
@@ -199,4 +229,8 @@ def fill(
                     f"has {key} of shape {tuple(value.shape)}; this target needs "
                     f"{tuple(own[key].shape)}"
                 )
+            if own[key].is_floating_point() and not (
+                value.is_floating_point() and value.isfinite().all()
+            ):
+                raise checkpoint.error(f"has values in {key} that are no numbers")
             own[key].copy_(value)

@@ -88,11 +88,8 @@ def _load(checkpoint: Checkpoint, target: Target) -> Distilled:
         raise checkpoint.error(
             f"has num_hidden_layers {num_layers!r}; valid for this target: 1..{target.num_layers}"
         )
-    tensors, vocabulary = dict(checkpoint.tensors), None
-    if "draft_vocab_size" in checkpoint.config and "d2t" not in tensors:
-        raise checkpoint.error(f"lacks d2t for its {checkpoint.config['draft_vocab_size']} tokens")
-    if "d2t" in tensors:
-        vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), checkpoint, target)
+    tensors = dict(checkpoint.tensors)
+    vocabulary = DraftVocabulary.of(tensors, checkpoint, target)
     model = plain_layers(target, num_layers)
     own = own_weights(model)
     decoder = model.get_decoder()

@@ -197,21 +197,16 @@ def _draft_ids(
     checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], target: Target
 ) -> torch.Tensor | None:
     """The ids of a reduced vocabulary; None where all tokens may be drafted."""
-    vocab_size = target.vocab_size
-    size = checkpoint.config.get("draft_vocab_size") or vocab_size
-    if "d2t" not in tensors:
-        if size != vocab_size:
-            raise checkpoint.error(f"lacks d2t for its {size} draft tokens")
+    vocabulary = DraftVocabulary.of(dict(tensors), checkpoint, target)
+    if vocabulary is None:
         return None
-    ids_D = DraftVocabulary.from_offsets(tensors["d2t"], checkpoint, target).ids_D.cpu()
-    if "draft_vocab_size" in checkpoint.config and len(ids_D) != size:
-        raise checkpoint.error(f"has d2t for {len(ids_D)} draft tokens; its config says {size}")
+    ids_D = vocabulary.ids_D.cpu()
     if (ids_D.diff() <= 0).any():
         raise checkpoint.error("has d2t whose tokens do not ascend")
     found = tensors.get("t2d")
     if found is not None and not torch.equal(found.nonzero().squeeze(-1), ids_D):
         raise checkpoint.error("has t2d and d2t of different tokens")
-    return None if len(ids_D) == vocab_size else ids_D
+    return None if len(ids_D) == target.vocab_size else ids_D
 
 
 def save_eagle(folder: Path, head: EagleHead) -> None:

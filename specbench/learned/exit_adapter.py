@@ -203,9 +203,7 @@ def _load(checkpoint: Checkpoint, target: Target, exit_layer: int) -> ExitAdapte
     }
     check_layer(config, checkpoint)
     setattr(config, "exit_layer", _exit_layer(checkpoint, target, exit_layer))  # noqa: B010
-    vocabulary = None
-    if "d2t" in tensors:
-        vocabulary = DraftVocabulary.from_offsets(tensors.pop("d2t"), checkpoint, target)
+    vocabulary = DraftVocabulary.of(tensors, checkpoint, target)
     adapter = ExitAdapter(config, vocabulary).requires_grad_(False)
     fill(adapter, tensors, checkpoint)
     return adapter.place(target.device, target.dtype)

@@ -138,6 +138,7 @@ def save_heads(heads: MedusaHeads, folder: Path, config: Mapping[str, Any]) -> N
     layers = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_layers}
     tensors = numbered(heads).state_dict()
     if heads.ids_D is not None:
+        layers["draft_vocab_size"] = len(heads.ids_D)
         tensors["d2t"] = heads.ids_D - torch.arange(len(heads.ids_D), device=heads.ids_D.device)
     save_checkpoint(folder, {**config, **layers, **version}, tensors, FILE)
 
@@ -217,10 +218,10 @@ def _draft_ids(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, target: Target
 ) -> torch.Tensor | None:
     """Takes the reduced vocabulary out of the tensors, if there is one."""
-    ids_D, offsets_D = tensors.pop("token_map", None), tensors.pop("d2t", None)
-    if offsets_D is not None:
-        return DraftVocabulary.from_offsets(offsets_D, checkpoint, target).ids_D
-    return None if ids_D is None else DraftVocabulary.from_ids(ids_D, checkpoint, target).ids_D
+    if (ids_D := tensors.pop("token_map", None)) is not None:
+        return DraftVocabulary.from_ids(ids_D, checkpoint, target).ids_D
+    vocabulary = DraftVocabulary.of(tensors, checkpoint, target)
+    return vocabulary.ids_D if vocabulary else None
 
 
 def _fill_heads(
@@ -252,7 +253,7 @@ def _fill_heads(
             num_heads,
             num_layers=len({match[2] for match in blocks.values()}),
             own_vocab=vocab if lm_heads and not is_shared else 0,
-            bias=any(key.endswith("bias") for key in blocks),
+            bias=not is_vllm or any(key.endswith("bias") for key in blocks),
         )
         if is_shared:
             heads.lm_head = nn.Linear(target.hidden_size, vocab, bias=False)

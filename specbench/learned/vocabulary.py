@@ -57,6 +57,27 @@ class DraftVocabulary:
         places_D = torch.arange(offsets_D.numel()).view(offsets_D.shape)
         return DraftVocabulary.from_ids(offsets_D + places_D, checkpoint, target)
 
+    @staticmethod
+    def of(
+        tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, target: Target
+    ) -> "DraftVocabulary | None":
+        """Takes EAGLE-3's ``d2t`` out of a checkpoint's tensors; None where the config says nothing
+        of fewer tokens than the target's either.
+
+        Raises:
+            ValueError: as `from_ids`, or it has not as many as the config says.
+        """
+        size = checkpoint.config.get("draft_vocab_size")
+        offsets_D = tensors.pop("d2t", None)
+        if offsets_D is None:
+            if size in (None, target.vocab_size):
+                return None
+            raise checkpoint.error(f"lacks d2t for its {size} draft tokens")
+        found = DraftVocabulary.from_offsets(offsets_D, checkpoint, target)
+        if size not in (None, len(found)):
+            raise checkpoint.error(f"has d2t for {len(found)} draft tokens; its config says {size}")
+        return found
+
     def __len__(self) -> int:
         return len(self.ids_D)
 

@@ -119,7 +119,11 @@ class Corpus:
 def _read(path: Path, vocab_size: int) -> Iterator[Answered]:
     if not path.is_file():
         return
-    whole, newline, rest = path.read_text().rpartition("\n")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ValueError(f"{path}: {in_one_line(error)}; remove the file") from error
+    whole, newline, rest = text.rpartition("\n")
     if rest:
         path.write_text(whole + newline)
     adapter = TypeAdapter(Answered)

@@ -57,6 +57,7 @@ def save(
         part.write_bytes(data.getbuffer())
         os.replace(part, path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise ValueError(
             f"{path} cannot be written: {in_one_line(error)}; what was saved before is kept"
         ) from error
@@ -79,12 +80,14 @@ def load(
     try:
         state = torch.load(path, map_location=target.device, weights_only=True)
         saved_progress = TypeAdapter(Progress).validate_python(state["progress"])
-        if not math.isfinite(saved_progress.seconds):
-            raise ValueError(f"{saved_progress.seconds} seconds of training")
+        _check(saved_progress)
         found, saved = _trained(recipe), state["module"]
         if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in saved.items()}:
             raise ValueError("weights of another shape")
         optimiser.load_state_dict(state["optimiser"])
+        for parameter, kept in optimiser.state.items():
+            if any(kept[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+                raise ValueError("an optimiser of another shape")
     except Exception as error:
         raise ValueError(
             f"{path} is damaged ({in_one_line(error)}); valid: remove it to begin again"
@@ -95,6 +98,13 @@ def load(
         value.copy_(saved[name])
     vars(progress).update(vars(saved_progress))
     return True
+
+
+def _check(progress: Progress) -> None:
+    """Holds numbers to what they must be."""
+    for name, value in vars(progress).items():
+        if not isinstance(value, dict) and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} {value}")
 
 
 def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:

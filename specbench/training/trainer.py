@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 
 from specbench import provenance, registry
+from specbench.learned.checkpoint import CARD
 from specbench.learned.vocabulary import frozen_head
 from specbench.target import FINAL, Target, load_target
 from specbench.target.loading import cache_folder
@@ -30,7 +31,6 @@ from specbench.training.recipe import Options, Recipe
 from specbench.training.state import Progress
 from specbench.tree import Tree
 
-CARD = "card.json"
 _LOG = "log.jsonl"
 _WARM_UP = 0.03
 _LEAST_RATE = 0.05
@@ -96,7 +96,8 @@ class Trainer:
 
     def _corpus(self) -> tuple[Corpus, Path]:
         config = self.config
-        name = corpus_name(self.target, f"{config.prompts} {config.seed}", config.max_new_tokens)
+        source = "None" if self.prompts is None else json.dumps(self.prompts)
+        name = corpus_name(self.target, f"{source} {config.seed}", config.max_new_tokens)
         folder = cache_folder() / "corpora" / name
         folder.mkdir(parents=True, exist_ok=True)
         writer = Writer(self.target, config.batch_size)
