@@ -387,6 +387,11 @@ def test_unknown_controllers_and_knobs_are_errors() -> None:
         ("off_above_batch", {"off_at": 0}),
         ("by_batch", {"depths": {0: 1}}),
         ("ema", {"tiers": ()}),
+        ("ema", {"warm_up": -5}),
+        ("ema", {"up": float("nan")}),
+        ("heuristic", {"first": -3}),
+        ("goodput", {"times": Rates(1), "probe": float("nan")}),
+        ("survival", {"times": Rates(1), "probe": -1.0}),
     ):
         with pytest.raises(ValueError, match="out of range"):
             make_controller(name, -1 if name == "fixed" else 3, 9, **knobs)

@@ -19,6 +19,8 @@ class Heuristic(Bounded):
 
     def __init__(self, depth: int, max_nodes: int, *, first: int = 5) -> None:
         super().__init__(depth, max_nodes)
+        if first < 1:
+            raise ValueError(f"first {first} is out of range; valid: 1 or more")
         self.first = first
         self.reset()
 
@@ -142,11 +144,13 @@ class Ema(Bounded):
         down: float = 0.25,
     ) -> None:
         super().__init__(depth, max_nodes)
-        if not tiers or min(tiers) < 1 or not 0 < weight <= 1 or interval < 1:
+        if not tiers or min(tiers) < 1 or not 0 < weight <= 1 or interval < 1 or warm_up < 0:
             raise ValueError(
-                f"tiers {tuple(tiers)}, weight {weight}, interval {interval} are out of range; "
-                "valid: depths of 1 or more, 0..1, 1 or more"
+                f"tiers {tuple(tiers)}, weight {weight}, interval {interval}, warm_up {warm_up} "
+                "are out of range; valid: depths of 1 or more, 0..1, 1 or more, 0 or more"
             )
+        if not (math.isfinite(up) and math.isfinite(down)):
+            raise ValueError(f"up {up}, down {down} are out of range; valid: numbers")
         self.tiers = sorted({min(tier, depth) for tier in tiers})
         self.weight, self.warm_up, self.interval = weight, warm_up, interval
         self.up, self.down = up, down

@@ -78,6 +78,8 @@ class Goodput(Bounded):
         self, depth: int, max_nodes: int, *, times: StepTimes, probe: float = 0.01
     ) -> None:
         super().__init__(depth, max_nodes)
+        if not 0 <= probe <= 1:
+            raise ValueError(f"probe {probe} is out of range; valid: 0..1")
         self.times, self.probe = times, probe
         self.reset()
 
