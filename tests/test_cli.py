@@ -336,11 +336,11 @@ def test_failed_prompts_are_reported_and_give_exit_code_1(
     words = small_run(tmp_path / "run", "--methods", "breaks", "--set", "breaks.prompt=p2")
     assert specbench(*words) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "failed: breaks on chat.jsonl, prompts p2: RuntimeError: no draft" in shown
+    assert "failed: breaks on chat.jsonl, prompt p2: RuntimeError: no draft" in shown
     assert len(read_run(tmp_path / "run").references) == 7
     assert specbench(*small_run(tmp_path / "more"), "--workloads", "some_long.jsonl") == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "failed: every method on some_long.jsonl, prompts some_long-1: prompt" in shown
+    assert "failed: every method on some_long.jsonl, prompt some_long-1: prompt" in shown
 
 
 BAD_INPUT = {

@@ -248,7 +248,9 @@ def test_runs_of_the_two_kinds_are_not_mixed_up(
     assert serve("--rates", "500", "--rounds", "1", "--out", tmp_path / "run") == 0
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 2
-    assert "there is no run.json in it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "there is no run.json in it; it is a serving run" in error
+    assert f"`specbench serve --report {tmp_path}/run` shows" in error
     assert main(["serve", "--report", str(tmp_path)]) == 2
     assert "there is no serving.json in it" in capsys.readouterr().err
     assert main(["serve", "--report", str(tmp_path / "run"), "--requests", "3"]) == 2
