@@ -427,7 +427,9 @@ def test_a_damaged_result_file_is_named(
     path = shard_path(tmp_path / "run", read_info(tmp_path / "run")["shards"][0])
     path.write_text(path.read_text()[:-30])
     assert specbench("report", tmp_path / "run") == 2
-    assert capsys.readouterr().err.startswith(f"specbench: {path} ")
+    error = capsys.readouterr().err
+    assert error.startswith(f"specbench: {path} ")
+    assert f"; `specbench run --resume {tmp_path}/run` measures it again" in error
 
 
 def test_a_folder_with_a_run_is_not_run_into(
