@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from specbench.filing import is_edited, shard_path
+from specbench.messages import are, counted
 from specbench.metrics import count_lossless
 from specbench.records import Run
 
@@ -55,18 +56,21 @@ def doubts(run: Run) -> list[str]:
     if run.info["provenance"].get("dirty"):
         lines.append("the code had changes that its commit does not hold")
     if run.failures:
-        lines.append(f"{len(run.failures)} requests failed; only those that do not are compared")
+        failed = counted(len(run.failures), "request")
+        lines.append(f"{failed} failed; only those that do not are compared")
     return lines
 
 
 def _faults(run: Run) -> list[str]:
     faults = []
     if run.missing_shards:
-        faults.append(f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing")
+        missing, shards = len(run.missing_shards), counted(len(run.info["shards"]), "shard")
+        faults.append(f"{missing} of {shards} {are(missing)} missing")
     if is_edited(run.info):
         faults.append("run.json has been edited")
     for workload in run.info["workloads"]:
         for method in run.info["methods"]:
             if broken := count_lossless(run, workload, method).get("broken"):
-                faults.append(f"{broken} outputs of {method} on {workload} are BROKEN")
+                outputs = counted(broken, "output")
+                faults.append(f"{outputs} of {method} on {workload} {are(broken)} BROKEN")
     return faults

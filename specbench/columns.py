@@ -134,7 +134,7 @@ def show_speed_up(method: MethodResult) -> Cell:
     if estimate is None:
         return Cell(MISSING)
     interval = estimate.interval()
-    if estimate.too_few or interval is None:
+    if interval is None:
         return Cell(f"{estimate.value:.2f}x, too few prompts to tell")
     ends = f"[{number(interval.low)},{NO_BREAK}{number(interval.high)}]"
     tone = {"faster": "good", "slower": "bad"}.get(estimate.verdict, "")

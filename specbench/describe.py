@@ -8,6 +8,7 @@ from typing import Any
 from specbench.columns import number, percent
 from specbench.filing import is_edited
 from specbench.merge import Section
+from specbench.messages import are, counted
 from specbench.metrics import LEAST_LAW_P, peak_memory_mib
 from specbench.records import FailureRecord, RequestRecord, Run
 from specbench.stats import MIN_CLUSTERS
@@ -28,8 +29,8 @@ def describe_workload(workload: WorkloadResult) -> str:
     return "; ".join(
         [
             f"kind {about.kind}",
-            f"{_count(about.num_prompts, 'prompt')}{turns}",
-            _count(about.num_tokens, "token"),
+            f"{counted(about.num_prompts, 'prompt')}{turns}",
+            counted(about.num_tokens, "token"),
             f"entropy {number(about.entropy_nats)} nats",
             f"looping {percent(about.looping)}",
             decodings or "decoding not known",
@@ -49,7 +50,7 @@ def _decoding(decoding: Mapping[str, Any]) -> str:
     else:
         words = ["temperature not known" if temperature is None else "greedy"]
     limit = decoding.get("max_new_tokens")
-    return _join([*words, f"at most {limit} tokens" if limit else None])
+    return _join([*words, f"at most {counted(limit, 'token')}" if limit else None])
 
 
 def title(run: Run) -> str:
@@ -102,7 +103,8 @@ def doubts(run: Run, file: str = "run.json") -> list[str]:
         )
     if run.missing_shards:
         lines.append(
-            f"{len(run.missing_shards)} of {len(run.info['shards'])} shards are missing: "
+            f"{len(run.missing_shards)} of {counted(len(run.info['shards']), 'shard')} "
+            f"{are(len(run.missing_shards))} missing: "
             f"resume with `specbench run --resume {run.folder}`"
         )
     if run.stray_files:
@@ -139,7 +141,7 @@ def failure_lines(failures: Sequence[FailureRecord]) -> list[str]:
         cause = (failure.method or "every method", failure.workload, failure.reason)
         causes.setdefault(cause, []).append(failure.request)
     return [
-        f"failed: {method} on {workload}, prompts {_names(requests)}: {reason}"
+        f"failed: {method} on {workload}, {_prompts(requests)}: {reason}"
         for (method, workload, reason), requests in causes.items()
     ]
 
@@ -151,8 +153,8 @@ def _untimed(run: Run) -> list[str]:
         if (record.workload, record.method, record.request) not in timed:
             untimed.setdefault((record.method, record.workload), []).append(record.request)
     return [
-        f"not timed: {method} on {workload}, prompts {_names(requests)}; its times and its "
-        "speed-up leave them out"
+        f"not timed: {method} on {workload}, {_prompts(requests)}; its times and its "
+        f"speed-up leave {'it' if len(requests) == 1 else 'them'} out"
         for (method, workload), requests in untimed.items()
     ]
 
@@ -207,6 +209,10 @@ def _unsure(result: WorkloadResult) -> list[str]:
     return lines
 
 
+def _prompts(requests: Sequence[str]) -> str:
+    return f"prompt{'' if len(requests) == 1 else 's'} {_names(requests)}"
+
+
 def _names(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -247,8 +253,8 @@ def _machine(provenance: Mapping[str, Any]) -> str:
         [
             _prefixed("device", provenance.get("device")),
             provenance.get("cpu"),
-            None if workers is None else _count(workers, "worker"),
-            None if threads is None else f"{_count(threads, 'thread')} each",
+            None if workers is None else counted(workers, "worker"),
+            None if threads is None else f"{counted(threads, 'thread')} each",
             provenance.get("platform"),
         ]
     )
@@ -286,10 +292,6 @@ def _load(provenance: Mapping[str, Any]) -> float | None:
     if isinstance(load, list | tuple):
         load = load[0] if load else None
     return None if load is None else float(load)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _prefixed(word: str, value: Any) -> str | None:

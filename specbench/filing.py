@@ -6,6 +6,7 @@ name. What the records are, each kind of run says for itself.
 
 import hashlib
 import json
+import shlex
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,13 @@ from specbench.messages import in_one_line
 
 SCHEMA_VERSION = 3
 _NESTED_PARTS = ("methods", "workloads")
+_KINDS = {
+    "run.json": "it is a run, which `specbench report {}` shows",
+    "sweep.json": "it is a sweep, which `specbench sweep --report {}` shows; the batch-* in it are "
+    "runs",
+    "serving.json": "it is a serving run, which `specbench serve --report {}` shows",
+}
+"""By the file of its settings, what a folder holds."""
 _INFO_PARTS = ("settings", "provenance", "target", *_NESTED_PARTS)
 
 R = TypeVar("R")
@@ -69,7 +77,9 @@ class Format(Generic[R]):
             info: dict[str, Any] = json.loads((folder / self.info).read_text(encoding="utf-8"))
             schema = info["schema"]
         except FileNotFoundError:
-            raise ValueError(f"{folder} holds no run: there is no {self.info} in it") from None
+            raise ValueError(
+                f"{folder} holds no run: there is no {self.info} in it{what_else(folder)}"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{folder} holds no readable run: {in_one_line(error)}") from error
         _check_schema(folder / self.info, schema)
@@ -153,6 +163,15 @@ def _values(record: Any) -> dict[str, Any]:
 def shard_path(folder: Path, shard: str) -> Path:
     """The file of a shard."""
     return folder / "shards" / f"{shard}.jsonl"
+
+
+def what_else(folder: Path) -> str:
+    """What a folder that is not of the kind asked for holds instead, and what shows that; empty
+    where it is of no known kind."""
+    for info, found in _KINDS.items():
+        if (folder / info).is_file():
+            return "; " + found.format(shlex.quote(str(folder)))
+    return ""
 
 
 def is_edited(info: Mapping[str, Any]) -> bool:

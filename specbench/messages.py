@@ -30,6 +30,17 @@ def _first_problem(error: ValidationError) -> str:
     return f"{place}: {message}" if place else message
 
 
+def counted(number: int, word: str) -> str:
+    """So many of what a word, which takes an s or es, stands for: 1 batch, 2 batches."""
+    ending = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}" if number == 1 else f"{number} {word}{ending}"
+
+
+def are(number: int) -> str:
+    """The verb of so many."""
+    return "is" if number == 1 else "are"
+
+
 def option(name: str) -> str:
     """A setting's name on the command line."""
     return f"--{name.replace('_', '-')}"

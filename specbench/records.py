@@ -6,6 +6,7 @@ whole or not at all. Everything that is shown is computed from these records; no
 stored as the truth.
 """
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,7 +284,7 @@ def read_run(folder: Path) -> Run:
     for shard in info["shards"]:
         path = shard_path(folder, shard)
         if path.is_file():
-            _sort_in(run, read_shard(path))
+            _sort_in(run, _read_whole(folder, path))
         else:
             run.missing_shards.append(shard)
     listed = {shard_path(folder, shard) for shard in info["shards"]}
@@ -293,6 +294,19 @@ def read_run(folder: Path) -> Run:
     )
     _check_unique(run)
     return run
+
+
+def _read_whole(folder: Path, path: Path) -> list[Record]:
+    """The records of a run's shard.
+
+    Raises:
+        ValueError: it is damaged; the message says what measures it again.
+    """
+    try:
+        return read_shard(path)
+    except ValueError as error:
+        resume = f"specbench run --resume {shlex.quote(str(folder))}"
+        raise ValueError(f"{error}; `{resume}` measures it again") from error
 
 
 def _check_unique(run: Run) -> None:

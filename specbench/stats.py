@@ -71,12 +71,13 @@ class Estimate:
 
     @property
     def too_few(self) -> bool:
-        """Whether it rests on too few clusters for a verdict."""
+        """Whether it rests on too few clusters for an interval and a verdict."""
         return self.num_clusters < MIN_CLUSTERS
 
     def interval(self, level: float = LEVEL) -> Interval | None:
-        """The interval that holds the true ratio in a share ``level`` of all runs."""
-        if self.spread is None:
+        """The interval that holds the true ratio in a share ``level`` of all runs; None where there
+        are too few clusters for one."""
+        if self.spread is None or self.too_few:
             return None
         reach = self.spread * float(special.stdtrit(self.freedom, (1 + level) / 2))
         reach = min(reach, _LONGEST_REACH)

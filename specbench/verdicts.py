@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 from specbench.check import Check, worst
 from specbench.judge import Finding, Verdict
+from specbench.messages import counted
 from specbench.tables import Cell, Column, Heading, Note, Page, Table, markdown
 
 _TONES = {Verdict.PASS: "good", Verdict.FAIL: "bad", Verdict.INCONCLUSIVE: "strong"}
@@ -22,9 +23,9 @@ def page(check: Check) -> Page:
     heading = f"{check.verdict}: {check.run.folder} against {check.baseline.folder}"
     notes = [
         *check.notes,
-        f"hard part {worst(hard)}, exact: {len(hard)} findings",
+        f"hard part {worst(hard)}, exact: {counted(len(hard), 'finding')}",
         f"soft part {worst(soft)}, no more than {100 * check.margin:g} % below: "
-        f"{len(soft)} findings"
+        f"{counted(len(soft), 'finding')}"
         if soft
         else "soft part left out",
     ]

@@ -400,10 +400,10 @@ def test_what_nothing_should_be_held_against_is_not_filed(at: Path) -> None:
     file_baseline(run, "first")
     with pytest.raises(ValueError, match="first is there already; choose another --name"):
         file_baseline(run, "first")
-    with pytest.raises(ValueError, match="is no baseline: 1 of 1 shards are missing"):
+    with pytest.raises(ValueError, match="is no baseline: 1 of 1 shard is missing"):
         file_baseline(replace(run, missing_shards=["code-0"]), "second")
     broken = [*run.requests, output("echo", "x", (0, 0, 0, 1), lossless="broken")]
-    with pytest.raises(ValueError, match="1 outputs of echo on code are BROKEN"):
+    with pytest.raises(ValueError, match="1 output of echo on code is BROKEN"):
         file_baseline(replace(run, requests=broken), "second")
 
 

@@ -336,11 +336,11 @@ def test_failed_prompts_are_reported_and_give_exit_code_1(
     words = small_run(tmp_path / "run", "--methods", "breaks", "--set", "breaks.prompt=p2")
     assert specbench(*words) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "failed: breaks on chat.jsonl, prompts p2: RuntimeError: no draft" in shown
+    assert "failed: breaks on chat.jsonl, prompt p2: RuntimeError: no draft" in shown
     assert len(read_run(tmp_path / "run").references) == 7
     assert specbench(*small_run(tmp_path / "more"), "--workloads", "some_long.jsonl") == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "failed: every method on some_long.jsonl, prompts some_long-1: prompt" in shown
+    assert "failed: every method on some_long.jsonl, prompt some_long-1: prompt" in shown
 
 
 BAD_INPUT = {
@@ -427,7 +427,9 @@ def test_a_damaged_result_file_is_named(
     path = shard_path(tmp_path / "run", read_info(tmp_path / "run")["shards"][0])
     path.write_text(path.read_text()[:-30])
     assert specbench("report", tmp_path / "run") == 2
-    assert capsys.readouterr().err.startswith(f"specbench: {path} ")
+    error = capsys.readouterr().err
+    assert error.startswith(f"specbench: {path} ")
+    assert f"; `specbench run --resume {tmp_path}/run` measures it again" in error
 
 
 def test_a_folder_with_a_run_is_not_run_into(

@@ -237,7 +237,7 @@ def test_failures_are_counted_and_named() -> None:
     assert row(text, "echo (copies)")[7] == "6"
     assert row(text, "vanilla")[7] == "1"
     assert "- failed: echo on code, prompts x0, x1, x2 and 2 more: out of memory" in text
-    assert "- failed: every method on code, prompts y: too long" in text
+    assert "- failed: every method on code, prompt y: too long" in text
 
 
 def test_a_failure_before_any_method_shows_up_for_all_of_them() -> None:
@@ -247,7 +247,7 @@ def test_a_failure_before_any_method_shows_up_for_all_of_them() -> None:
 
 def test_outputs_without_a_time_are_named() -> None:
     run = made_run(*paired("echo", 2), output("echo", "late", (0, 0, 0, 1)))
-    assert "- not timed: echo on code, prompts late; its times" in render([run], "md")
+    assert "- not timed: echo on code, prompt late; its times" in render([run], "md")
     assert "not timed" not in render([made_run(*paired("echo", 2))], "md")
 
 
@@ -535,4 +535,4 @@ def test_a_report_needs_neither_torch_nor_what_measures() -> None:
 
 def test_an_interrupted_run_is_reported_from_its_folder(tmp_path: Path) -> None:
     run = filed_run(tmp_path, paired("echo", 2), shards=["code-0", "c"])
-    assert "1 of 2 shards are missing" in render([run], "md")
+    assert "1 of 2 shards is missing" in render([run], "md")

@@ -175,7 +175,13 @@ def test_rates_are_taken_as_they_are_given(
     ]
     assert {r.lossless for one in run.passes for r in one.served} == {"exact"}
     assert run.info["settings"]["temperature"] == 0.8
-    assert "T=0.8, rule coupled" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "T=0.8, rule coupled" in shown
+    assert "too few rounds for a verdict at 50 requests/s and 200 requests/s" in shown
+    assert "give --rounds 2 or more" in shown and "proven to" not in shown
+    assert main(["serve", "--report", str(tmp_path / "run"), "--format", "md"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("inconclusive, too few rounds |") == 2 and "up to 10 blocks" in shown
 
 
 def test_a_prompt_that_does_not_fit_is_a_failure_and_the_others_go_on(
@@ -208,7 +214,7 @@ def test_what_is_missing_or_edited_is_said(
     vanilla, ngram = (shard_path(out, shard) for shard in shard_names(out)[1:])
     ngram.unlink()
     assert main(["serve", "--report", str(out)]) == 0
-    assert "the run did not end: 1 of 3 parts are missing" in capsys.readouterr().out
+    assert "the run did not end: 1 of 3 parts is missing" in capsys.readouterr().out
     vanilla.write_text(vanilla.read_text().replace('"finish": "length"', '"finish": "eos"'))
     assert main(["serve", "--report", str(out)]) == 2
     assert "has been edited" in capsys.readouterr().err
@@ -234,7 +240,7 @@ def test_what_is_finished_before_an_interruption_is_kept(
     run = read_serving(tmp_path / "run")
     assert [one.about.method for one in run.passes] == ["vanilla"] * 2 and len(run.missing) == 1
     assert main(["serve", "--report", str(tmp_path / "run")]) == 0
-    assert "1 of 4 parts are missing" in capsys.readouterr().out
+    assert "1 of 4 parts is missing" in capsys.readouterr().out
 
 
 def shard_names(out: Path) -> list[str]:
@@ -248,7 +254,9 @@ def test_runs_of_the_two_kinds_are_not_mixed_up(
     assert serve("--rates", "500", "--rounds", "1", "--out", tmp_path / "run") == 0
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 2
-    assert "there is no run.json in it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "there is no run.json in it; it is a serving run" in error
+    assert f"`specbench serve --report {tmp_path}/run` shows" in error
     assert main(["serve", "--report", str(tmp_path)]) == 2
     assert "there is no serving.json in it" in capsys.readouterr().err
     assert main(["serve", "--report", str(tmp_path / "run"), "--requests", "3"]) == 2

@@ -22,7 +22,7 @@ def test_the_interval_is_students_on_the_logarithm() -> None:
     pairs = np.array([[4.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     estimate = speed_up(pairs)
     assert (estimate.value, estimate.spread) == pytest.approx((2.5, math.log(4) / 2))
-    sizes = Estimate(2.5, math.log(4) / 2, 1.0, 2)
+    sizes = Estimate(2.5, math.log(4) / 2, 1.0, 5)
     interval = sizes.interval(0.5)
     assert interval == pytest.approx((1.25, 5.0))  # the t of one degree at 0.75 is 1
 
@@ -68,12 +68,14 @@ def test_the_verdict_of_one_estimate_is_its_intervals(
     assert estimate.verdict == verdict
     assert estimate.too_few == (num_clusters < 5)
     interval = estimate.interval()
-    if interval and not estimate.too_few:
+    if estimate.too_few:
+        assert interval is None and estimate.simultaneous is None
+    if interval:
         assert (interval.low <= 1 <= interval.high) == (verdict == "inconclusive")
 
 
 def test_an_interval_that_is_nearly_endless_is_made_of_numbers() -> None:
-    interval = Estimate(1.0, 9.0, 0.5, 2, num_judged=100).simultaneous
+    interval = Estimate(1.0, 9.0, 0.5, 5, num_judged=100).simultaneous
     assert interval is not None and interval.low > 0 and math.isfinite(interval.high)
 
 

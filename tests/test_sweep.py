@@ -152,8 +152,8 @@ def test_a_batch_takes_as_many_prompts(tiny: dict[str, str], tmp_path: Path) -> 
     """Larger ones are left out; where a verdict is out of reach it says so."""
     sweep = running.new(config(tiny, "ngram", batches=[1, 2, 4, 16]), tmp_path / "sweep")
     assert sweep.batches == (1, 2, 4)
-    assert sweep.notes == [
-        "left out: batch size 16, ten.jsonl has 10 prompts here",
+    assert sweep.notes == ["left out: batch size 16, ten.jsonl has 10 prompts here"]
+    assert sweep.shortages == [
         "batch size 4: 10 prompts of ten.jsonl make 2 batches, a verdict takes 5 (--prompts 20)",
     ]
     with pytest.raises(ValueError, match=r"--batches 16: ten.jsonl has 10 prompts here; valid: 1"):
@@ -182,7 +182,7 @@ def test_throughput_and_latency_are_those_of_full_batches() -> None:
     assert point.request_s == pytest.approx(0.5 + 3 * 0.5)
     assert point.gain == pytest.approx(2.0)
     assert found.workloads[0].baselines[2].tokens_per_s == 2.0
-    assert "batch size 2: 1 smaller batches are left out of all times" in found.notes
+    assert "batch size 2: 1 smaller batch is left out of all times" in found.notes
 
 
 def test_speed_ups_are_judged_together() -> None:
@@ -245,13 +245,47 @@ def test_nothing_is_recommended_that_is_not_proven() -> None:
     sound = batch_run(1, gains)
     assert depths(recommend(points_of({1: sound}))) == {1: 2}
     few = batch_run(1, gains, num_batches=4)
-    assert depths(recommend(points_of({1: few}))) == {1: 0}
+    assert recommend(points_of({1: few})) == {} and advise(points_of({1: few})) == []
     assert any("give --prompts 5 or more" in note for note in measure({1: few}).notes)
     for kind in ("broken", "lossy"):
         assert depths(recommend(points_of({1: batch_run(1, gains, lossless=kind)}))) == {1: 0}
     sound.failures.append(failure("echo@d2", "code-more"))
     points = points_of({1: sound})
     assert depths(recommend(points)) == {1: 0} and find_ends(points) == Ends(1, None)
+
+
+def test_where_nothing_can_be_told_off_is_not_recommended_either() -> None:
+    """Measured far above 1, but from 4 batches and from 1."""
+    runs = {batch: batch_run(batch, GAINS[1], num_batches=5 - batch) for batch in (1, 4)}
+    found = measure(runs)
+    points = found.workloads[0].points
+    assert find_ends(points) == Ends(None, None)
+    text = markdown(page(runs, found)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| 1 | cannot tell: 4 batches of 5 needed | - | - | - |" in text
+    assert "| 4 | cannot tell: 1 batch of 5 needed | - | - | - |" in text
+    assert "| best | 2 | 2 | cannot tell | cannot tell |" in text
+    assert "at batch sizes 1, 4 cannot be told" in text and "speculation off" not in text
+    assert text.count("give --prompts") == 2
+    assert "batch size 4: 1 batch of code was timed, a verdict takes 5: give --prompts 20" in text
+
+
+def test_batch_sizes_with_a_verdict_and_those_without_are_told_apart() -> None:
+    def said(gains: dict[int, dict[str, float]]) -> str:
+        runs = {
+            batch: batch_run(batch, here, num_batches=6 if batch < 4 else 2)
+            for batch, here in gains.items()
+        }
+        assert all(p.batch < 4 for p in recommend(points_of(runs)).values() if p)
+        return markdown(page(runs, measure(runs)))
+
+    fast, slow = {"echo@d2": 1.5}, {"echo@d2": 0.8}
+    text = said({1: fast, 2: slow, 4: fast})
+    assert "above batch size 2" not in text and "above batch size 1: switch" in text
+    assert "At batch size 4 it cannot be told." in text
+    text = said({1: fast, 2: fast, 4: slow, 8: slow})
+    assert "up to the largest batch size with a verdict, 2; beyond, nothing is known" in text
+    assert "At batch sizes 4, 8 it cannot be told." in text
+    assert "at batch size 1, 2: leave speculation off there" in said({1: slow, 2: slow, 4: slow})
 
 
 def test_engines_are_told_what_they_can_say() -> None:

@@ -77,6 +77,14 @@ def test_a_sweep_is_a_folder_of_runs_that_goes_on_where_it_was_cut(
     capsys.readouterr()
     assert specbench("sweep", "--report", out, "--format", "md") == 0
     assert "# Sweep: target" in capsys.readouterr().out
+    for other in (("report", out), ("baseline", out, "--name", "b"), ("run", "--resume", out)):
+        assert specbench(*other) == 2
+    error = capsys.readouterr().err
+    shows = f"it is a sweep, which `specbench sweep --report {out}` shows; the batch-* in it"
+    assert error.count(shows) == 3
+    assert specbench("sweep", "--report", out / "batch-1") == 2
+    shows = f"it is a run, which `specbench report {out}/batch-1` shows"
+    assert shows in capsys.readouterr().err
     assert specbench(*words, "--out", out) == 2
     assert f"go on with `specbench sweep --resume {out}`" in capsys.readouterr().err
 

@@ -52,6 +52,14 @@ def test_the_page_sums_the_errors_up() -> None:
     assert f"{100 * errors[-1]:.1f} % at most" in text
 
 
+def test_too_few_batches_leave_no_interval_to_lie_in() -> None:
+    runs = {batch: batch_run(batch, here, num_batches=4) for batch, here in GAINS.items()}
+    found = predictions(PROFILE, runs, measure(runs))
+    assert {one.is_inside for one in found["code"]} == {None}
+    text = markdown(page(found))
+    assert "no point has a measured interval to lie in" in text and " of 0" not in text
+
+
 def test_a_profile_that_lacks_a_method_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="the profile has no drafts of method 'echo'"):
         predictions(made_profile(steps={}), RUNS, measure(RUNS))

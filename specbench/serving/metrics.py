@@ -1,23 +1,17 @@
-"""Records of a serving run -> numbers: latency, throughput, and from which rate on speculation
-hurts; pure functions.
+"""Records of a serving run -> numbers: latency, throughput, capacity; pure functions.
 
 What is missing is None, never 0.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from specbench import stats
-from specbench.records import BASELINE, LOSSLESS
+from specbench.records import LOSSLESS
 from specbench.serving.records import Pass, ServedRecord
-from specbench.stats import Estimate, Floats, Interval
-
-NUM_BLOCKS = 10
-"""Requests that come one after another wait in the same queue, so they are not independent: in
-intervals, blocks of them count, so many in a pass (batch means)."""
 
 
 class Percentiles(NamedTuple):
@@ -153,142 +147,3 @@ def capacity(served: Sequence[ServedRecord]) -> float:
     )
     mean_output = sum(len(record.tokens) for record in served) / len(served)
     return num_tokens / (until - begun) / mean_output
-
-
-def compare(baseline: Sequence[Pass], own: Sequence[Pass]) -> Estimate | None:
-    """The baseline's latency over a method's, sums over the requests that both have served in the
-    same round; None without any.
-
-    Its spread is over blocks of requests that arrived one after another; a block holds the same
-    requests in all rounds.
-    """
-    sums: dict[tuple[str, str], Floats] = {}
-    for first, second in _pairs(baseline, own):
-        both_2 = np.array([latency_s(first), latency_s(second)])
-        name = (first.workload, first.request)
-        sums[name] = sums.get(name, np.zeros(2)) + both_2
-    if not sums:
-        return None
-    sums_R2 = np.array(list(sums.values()))
-    blocks = np.array_split(sums_R2, min(NUM_BLOCKS, len(sums_R2)))
-    sums_C2 = np.array([block.sum(0) for block in blocks])
-    return stats.jackknife(sums_C2, _ratio, sums_C2[:, 0])
-
-
-def _pairs(
-    baseline: Sequence[Pass], own: Sequence[Pass]
-) -> Iterator[tuple[ServedRecord, ServedRecord]]:
-    """What both saw of a request in a round, in the order of arrival."""
-    found = {
-        (one.about.round, record.workload, record.request): record
-        for one in own
-        for record in one.served
-    }
-    for one in baseline:
-        for record in sorted(one.served, key=lambda r: r.arrival_s):
-            key = (one.about.round, record.workload, record.request)
-            if key in found:
-                yield record, found[key]
-
-
-def _ratio(sums_K2: Floats) -> Floats:
-    ratio: Floats = sums_K2[..., 0] / sums_K2[..., 1]
-    return ratio
-
-
-class Ratio(NamedTuple):
-    """A method's latency over the baseline's, at one rate: above 1 it hurts."""
-
-    value: float
-    interval: Interval | None
-    verdict: str
-    """``faster``, ``slower`` or ``inconclusive``."""
-
-    @staticmethod
-    def of(speed_up: Estimate) -> "Ratio":
-        """The inverse of what `compare` says."""
-        found = None if speed_up.too_few else speed_up.interval()
-        interval = found and Interval(1 / found.high, 1 / found.low)
-        return Ratio(1 / speed_up.value, interval, speed_up.verdict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """All that is shown of one method under one controller at one rate.
-
-    Args:
-        method, controller, load, rate: as in `specbench.serving.records.PassRecord`.
-        metrics: None where nothing was served.
-        latency_ratio: None of the baseline, and where nothing can be compared.
-        ratio_by_round: likewise, of each round alone.
-        num_failed: requests without an output, in all rounds.
-    """
-
-    method: str
-    controller: str
-    load: float | None
-    rate: float
-    metrics: Metrics | None
-    latency_ratio: Ratio | None
-    ratio_by_round: Sequence[float]
-    num_failed: int
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether rounds differ by more than the interval."""
-        interval = self.latency_ratio and self.latency_ratio.interval
-        if not interval or not self.ratio_by_round:
-            return False
-        reach = max(self.ratio_by_round) - min(self.ratio_by_round)
-        return reach > interval.high - interval.low
-
-
-def summarise(passes: Sequence[Pass]) -> list[Result]:
-    """All passes but the saturated one, by rate, the baseline first; verdicts are judged
-    together."""
-    groups: dict[tuple[float, str, str], list[Pass]] = {}
-    for one in passes:
-        if one.about.rate is not None:
-            key = (one.about.rate, one.about.method, one.about.controller)
-            groups.setdefault(key, []).append(one)
-    baselines = {rate: group for (rate, name, _), group in groups.items() if name == BASELINE}
-    estimates = {
-        key: estimate
-        for key, group in groups.items()
-        if key[1] != BASELINE and (estimate := compare(baselines.get(key[0], []), group))
-    }
-    judged = stats.judge_together(list(estimates.values()))
-    ratios = {key: Ratio.of(one) for key, one in zip(estimates, judged, strict=True)}
-    found = [
-        Result(
-            method=method,
-            controller=controller,
-            load=group[0].about.load,
-            rate=rate,
-            metrics=measure(group),
-            latency_ratio=ratios.get((rate, method, controller)),
-            ratio_by_round=_by_round(baselines.get(rate, []), group),
-            num_failed=sum(len(one.failures) for one in group),
-        )
-        for (rate, method, controller), group in groups.items()
-    ]
-    names = list(dict.fromkeys((one.about.method, one.about.controller) for one in passes))
-    return sorted(found, key=lambda r: (r.rate, names.index((r.method, r.controller))))
-
-
-def _by_round(baseline: Sequence[Pass], own: Sequence[Pass]) -> list[float]:
-    if not own or own[0].about.method == BASELINE:
-        return []
-    alone = (compare(baseline, [one]) for one in own)
-    return [1 / estimate.value for estimate in alone if estimate]
-
-
-def hurts_from(results: Sequence[Result]) -> Result | None:
-    """Of one method under one controller, the lowest rate from which on, at every rate, its latency
-    is above the baseline's; None if it is not at the highest."""
-    first = None
-    for result in sorted(results, key=lambda r: r.rate, reverse=True):
-        if result.latency_ratio is None or result.latency_ratio.value <= 1:
-            break
-        first = result
-    return first

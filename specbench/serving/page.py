@@ -6,15 +6,16 @@ from itertools import groupby
 from specbench.columns import losslessness, number
 from specbench.describe import doubts, failure_lines, provenance_lines, title
 from specbench.merge import Section
+from specbench.messages import are, counted
 from specbench.metrics import LEAST_LAW_P
 from specbench.records import BASELINE, Run
-from specbench.serving.metrics import (
+from specbench.serving.metrics import Metrics, Percentiles, capacity
+from specbench.serving.ratios import (
+    MIN_ROUNDS,
     NUM_BLOCKS,
-    Metrics,
-    Percentiles,
+    TOO_FEW_ROUNDS,
     Ratio,
     Result,
-    capacity,
     hurts_from,
     summarise,
 )
@@ -28,10 +29,14 @@ DEFINITIONS = {
     "requests come",
     "latency": "seconds from a request's arrival to its last token",
     "of vanilla's": "the sum of latencies over vanilla's, at the same rate, of the same requests "
-    "arriving at the same times; above 1 speculation hurts. The 95 % interval is over "
-    f"{NUM_BLOCKS} blocks of requests that came one after another, as these wait in one queue; "
-    f"under {MIN_CLUSTERS} blocks there is none. Verdicts are corrected for their number (Holm). "
-    "What a machine's drift does to a whole pass is not in it: see whether rounds agree",
+    "arriving at the same times; above 1 speculation hurts. The 95 % interval holds two spreads: "
+    f"over up to {NUM_BLOCKS} blocks of requests that came one after another, as these wait in one "
+    f"queue (under {MIN_CLUSTERS} blocks there is no interval); and between passes, as a machine's "
+    "drift makes all of one slower: what is left of the ratios of all methods at a rate once "
+    "methods and rounds are taken out, Student's t at the fewer degrees of freedom. A verdict "
+    f"takes {MIN_ROUNDS} rounds, and each of them by itself must lie on its side of 1; it is "
+    "corrected for the number of all (Holm). Two rounds of one method prove hardly anything: give "
+    "more --rounds",
     "first token": "seconds from the arrival to the end of the step that brought the first tokens: "
     "the wait, the prefill, and the prefills of those that joined at once",
     "waited": "seconds from the arrival to when it left the queue",
@@ -61,7 +66,8 @@ def page(run: ServingRun, *, define: bool = True) -> Page:
         Heading(f"Serving: {title(as_run)}", 1),
         Note(_settings(run)),
         *(Note(line, "bad") for line in [*_missing(run), *doubts(as_run, SERVING.info)]),
-        *(Note(line, "bad") for line in [*failure_lines(failures), *_noisy(results)]),
+        *(Note(line, "bad") for line in failure_lines(failures)),
+        *(Note(line, "bad") for line in [*_few_rounds(results), *_noisy(results)]),
     ]
     for _, same in groupby(results, lambda r: r.rate):
         at_rate = list(same)
@@ -77,8 +83,16 @@ def page(run: ServingRun, *, define: bool = True) -> Page:
     return elements
 
 
+_WORDS = {
+    "slower": "proven to hurt",
+    "inconclusive": "not proven either way",
+    "faster": "proven to help",
+}
+
+
 def verdicts(results: Sequence[Result]) -> list[str]:
-    """Of each method under each controller, from which rate on speculation hurts, in words."""
+    """Of each method under each controller, at which rates speculation is proven to hurt and to
+    help, and at which it is open, in words."""
     named: dict[str, list[Result]] = {}
     for result in results:
         if result.method != BASELINE:
@@ -91,29 +105,29 @@ def _verdict(results: Sequence[Result]) -> str:
     known = [(result, result.latency_ratio) for result in results if result.latency_ratio]
     if len(known) < len(results):
         return "not known, it could not be compared with vanilla at every rate"
-    above = [result for result, ratio in known if ratio.value > 1]
-    sure = [result for result, ratio in known if ratio.verdict == "slower"]
+    clauses = []
+    for verdict, words in _WORDS.items():
+        here = [(result, ratio) for result, ratio in known if ratio.verdict == verdict]
+        if here:
+            measured = ", ".join(f"{ratio.value:.2f}x" for _, ratio in here)
+            where = _where([result for result, _ in here], results)
+            clauses.append(f"{words} {where} (measured {measured} of vanilla's latency)")
+    return "; ".join(clauses)
+
+
+def _where(here: Sequence[Result], results: Sequence[Result]) -> str:
+    """At which of the rates."""
+    if len(here) == len(results) > 1:
+        return "at every rate here"
     first = hurts_from(results)
-    if not above:
-        return f"does not hurt up to {_at(results[-1])} ({_latency(results[-1])})"
-    if first is None:
-        where = f"hurts at {_places(above)}, but not at {_at(results[-1])}"
-        where += f" ({_latency(results[-1])})"
-    else:
-        where = "hurts at every rate here, from" if first is results[0] else "hurts from"
-        where += f" {_at(first)} on ({_latency(first)})"
-        others = [result for result in above if result.rate < first.rate]
-        where += f", and at {_places(others)}" if others else ""
-    return f"{where}; beyond doubt {f'at {_places(sure)}' if sure else 'nowhere'}"
+    if first is None or first is results[-1] or first not in here:
+        return f"at {_places(here)}"
+    below = [result for result in here if result.rate < first.rate]
+    return (f"at {_places(below)} and " if below else "") + f"from {_at(first)} on"
 
 
 def _places(results: Sequence[Result]) -> str:
     return " and ".join(_at(result) for result in results)
-
-
-def _latency(result: Result) -> str:
-    assert result.latency_ratio is not None
-    return f"latency there {_numbers(result.latency_ratio)}"
 
 
 def _at(result: Result) -> str:
@@ -130,10 +144,11 @@ def _settings(run: ServingRun) -> str:
     temperature = settings.get("temperature")
     saturated = [one for one in run.passes if one.about.rate is None and one.served]
     parts = [
-        f"{len(run.references)} requests at each rate and round, from "
+        f"{counted(len(run.references), 'request')} at each rate and round, from "
         + ", ".join(run.info["workloads"]),
         f"rounds {settings.get('rounds')}",
-        f"at most {settings.get('max_batch')} at once and {settings.get('max_new_tokens')} tokens",
+        f"at most {settings.get('max_batch')} at once and "
+        + counted(int(settings.get("max_new_tokens", 0)), "token"),
         f"T={temperature:g}, rule {settings.get('sampling')}" if temperature else "greedy",
         *(f"vanilla's capacity {capacity(one.served):.3g} requests/s" for one in saturated),
     ]
@@ -143,16 +158,28 @@ def _settings(run: ServingRun) -> str:
 def _missing(run: ServingRun) -> list[str]:
     if not run.missing:
         return []
-    parts = len(run.info["shards"])
-    return [f"the run did not end: {len(run.missing)} of {parts} parts are missing"]
+    missing, parts = len(run.missing), counted(len(run.info["shards"]), "part")
+    return [f"the run did not end: {missing} of {parts} {are(missing)} missing"]
+
+
+def _few_rounds(results: Sequence[Result]) -> list[str]:
+    few = [r for r in results if r.latency_ratio and r.latency_ratio.reason == TOO_FEW_ROUNDS]
+    if not few:
+        return []
+    rates = _places(list({result.rate: result for result in few}.values()))
+    return [
+        f"too few rounds for a verdict at {rates}: what drifts from pass to pass shows only "
+        f"between rounds, so it takes {MIN_ROUNDS} in which every method was served; give --rounds "
+        f"{MIN_ROUNDS} or more"
+    ]
 
 
 def _noisy(results: Sequence[Result]) -> list[str]:
     return [
         f"noisy: {result.method}, {result.controller} at {_at(result)}, its latency ranges from "
         f"{min(result.ratio_by_round):.2f}x to {max(result.ratio_by_round):.2f}x of vanilla's "
-        "between rounds, further than its interval; measure again on a quiet machine or with more "
-        "--rounds"
+        "between rounds, further than its requests explain; measure again on a quiet "
+        "machine or with more --rounds"
         for result in results
         if result.is_noisy
     ]
@@ -228,10 +255,9 @@ def _ratio(result: Result) -> Cell:
     ratio = result.latency_ratio
     if ratio is None:
         return Cell("baseline" if result.method == BASELINE else MISSING)
-    if ratio.interval is None:
-        return Cell(f"{ratio.value:.2f}x, too few requests to tell")
     tone = {"faster": "good", "slower": "bad"}.get(ratio.verdict, "")
-    return Cell(f"{_numbers(ratio)} {ratio.verdict}", tone)
+    reason = f", {ratio.reason}" if ratio.reason else ""
+    return Cell(f"{_numbers(ratio)} {ratio.verdict}{reason}", tone)
 
 
 def _numbers(ratio: Ratio) -> str:

@@ -3,6 +3,8 @@ functions.
 
 What is recommended is proven: the speed-up's interval lies above 1 and its verdict, corrected for
 all of the sweep, says so. Everything else is off, also batch sizes beyond the largest measured.
+Where too few batches were timed for a verdict nothing is recommended, off no more than on: it is as
+if nothing had been measured there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +27,9 @@ class Ends(NamedTuple):
 
 
 def find_ends(points: Iterable[Point]) -> Ends:
-    """Where points stop to pay. Of several at one batch size the best counts."""
-    at = by_batch(points)
+    """Where points stop to pay. Of several at one batch size the best counts; those that cannot be
+    told do not."""
+    at = by_batch(point for point in points if not point.is_untold)
     lows = {batch: max(p.proven.low if p.pays else 0.0 for p in here) for batch, here in at.items()}
     highs = {batch: max(p.proven.high for p in here) for batch, here in at.items()}
     return Ends(crossover(lows), crossover(highs))
@@ -56,11 +59,19 @@ def best(points: Iterable[Point]) -> Point | None:
 
 
 def recommend(points: Iterable[Point]) -> dict[int, Point | None]:
-    """By batch size: the fastest of the points that are proven to pay; None is off."""
+    """By batch size: the fastest of the points that are proven to pay; None is off. Batch sizes
+    where that cannot be told are left out."""
     return {
         batch: best(point for point in here if point.pays)
         for batch, here in by_batch(points).items()
+        if not is_untold(here)
     }
+
+
+def is_untold(points: Iterable[Point]) -> bool:
+    """Whether there are speed-ups, but all from too few batches to tell anything of them."""
+    measured = [point for point in points if point.gain is not None]
+    return bool(measured) and all(point.is_untold for point in measured)
 
 
 def last_paying(choices: Mapping[int, Point | None]) -> int:

@@ -33,7 +33,7 @@ def advise(points: Sequence[Point]) -> list[Advice]:
     return [
         _vllm(choices),
         *([_old_vllm(fixed), _sglang(fixed)] if fixed else []),
-        _transformers(choices),
+        *([_transformers(choices)] if 1 in choices else []),
     ]
 
 
@@ -52,8 +52,7 @@ def _vllm(choices: Mapping[int, Point | None]) -> Advice:
         "vLLM with dynamic speculative decoding",
         f"--speculative-config '{json.dumps(config)}'",
         "beside the drafter's own `method` and `model`; it drafts chains, so the size of a tree is "
-        "not said; not with data parallelism; batch sizes that were not measured are off beyond "
-        "the largest",
+        "not said; not with data parallelism; off beyond the largest batch size with a verdict",
     )
 
 

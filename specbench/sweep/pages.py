@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from specbench.columns import marks, number, percent, show_lossless, show_speed_up
 from specbench.describe import describe_workload, provenance_lines, title, warnings
 from specbench.merge import Section
+from specbench.messages import counted
 from specbench.records import Run
-from specbench.sweep.choices import best, by_batch, by_setting, find_ends, last_paying, recommend
+from specbench.stats import MIN_CLUSTERS
+from specbench.sweep.choices import (
+    best,
+    by_batch,
+    by_setting,
+    find_ends,
+    is_untold,
+    last_paying,
+    recommend,
+)
 from specbench.sweep.config import Setting
 from specbench.sweep.engines import advise
 from specbench.sweep.points import Point, Points, WorkloadPoints
@@ -26,7 +36,8 @@ LEGEND = (
     "ms/token: as a request has it, seconds of a step / tau; s/request: with the prefill of its "
     "batch, as if all steps of a pass took equally long",
     "best: the largest speed-up, proven or not; not above 1 from: the batch size from which on no "
-    "interval lies above 1; below 1 from: from which on all lie below 1",
+    "interval lies above 1; below 1 from: from which on all lie below 1; cannot tell: under "
+    f"{MIN_CLUSTERS} batches were timed, so there is no interval",
     "tokens /step: of a row, bonus included; iid: as if every draft token had the same chance; by "
     "position: from the chance at each depth; tau: as it was. Each would be the speed-up if a step "
     "cost what vanilla's does and rows ended alike; the ideal one has the rows as they ended",
@@ -86,9 +97,15 @@ def _recommendation(workload: WorkloadPoints) -> Iterator[Heading | Note | Table
         Column("speed-up", numbers=False),
         Column("tokens/s"),
     ]
-    rows = [_choice(workload.baselines.get(b), b, point) for b, point in choices.items()]
+    at = by_batch(workload.points)
+    rows = [
+        _choice(workload.baselines.get(batch), batch, choices[batch])
+        if batch in choices
+        else _untold(batch, here)
+        for batch, here in at.items()
+    ]
     yield Table("recommendation", columns, rows)
-    yield Note(_switch(choices), "strong")
+    yield Note(_switch(choices, [batch for batch in at if batch not in choices]), "strong")
     for method, points in workload.by_method.items():
         for advice in advise(points):
             yield Note(f"{method}, {advice.engine}: `{advice.setting}` ({advice.unsaid})")
@@ -108,13 +125,37 @@ def _choice(vanilla: Point | None, batch: int, point: Point | None) -> list[Cell
     ]
 
 
-def _switch(choices: Mapping[int, Point | None]) -> str:
-    last, largest = last_paying(choices), max(choices, default=0)
+def _untold(batch: int, points: Sequence[Point]) -> list[Cell]:
+    num_batches = max(point.num_batches for point in points)
+    reason = f"cannot tell: {counted(num_batches, 'batch')} of {MIN_CLUSTERS} needed"
+    return [Cell(str(batch)), Cell(reason, "strong"), *[Cell(MISSING)] * 3]
+
+
+def _switch(choices: Mapping[int, Point | None], untold: Sequence[int]) -> str:
+    """What to do.
+
+    Args:
+        choices: where it can be told.
+        untold: the other batch sizes.
+    """
+    sizes = f"batch size{'s' if len(untold) > 1 else ''} {', '.join(map(str, untold))}"
+    if not choices:
+        return (
+            f"Whether speculation pays at {sizes} cannot be told: a verdict takes {MIN_CLUSTERS} "
+            "batches."
+        )
+    last, largest = last_paying(choices), max(choices)
     if not last:
-        return "No setting is proven to pay at any batch size here: leave speculation off."
-    if last == largest:
-        return f"It pays up to the largest batch size measured, {last}; beyond, nothing is known."
-    return f"Nothing is proven to pay above batch size {last}: switch speculation off there."
+        where = "any batch size here: leave speculation off"
+        if untold:
+            where = f"batch size {', '.join(map(str, choices))}: leave speculation off there"
+        text = f"No setting is proven to pay at {where}."
+    elif last == largest:
+        judged = "with a verdict" if untold else "measured"
+        text = f"It pays up to the largest batch size {judged}, {last}; beyond, nothing is known."
+    else:
+        text = f"Nothing is proven to pay above batch size {last}: switch speculation off there."
+    return text + (f" At {sizes} it cannot be told." if untold else "")
 
 
 def _depth(setting: Setting) -> str:
@@ -141,6 +182,8 @@ def _heat_map(method: str, points: Sequence[Point]) -> Table:
 
 
 def _ends(points: Sequence[Point]) -> list[Cell]:
+    if is_untold(points):
+        return [Cell("cannot tell")] * 2
     return [Cell(MISSING if end is None else str(end)) for end in find_ends(points)]
 
 

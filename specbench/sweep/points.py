@@ -12,6 +12,7 @@ from functools import cached_property
 from specbench import stats
 from specbench.breakdown import Breakdown, Promise, break_down, promise
 from specbench.columns import is_not_the_targets
+from specbench.messages import are, counted
 from specbench.records import Run
 from specbench.stats import MIN_CLUSTERS, Estimate, Interval
 from specbench.summary import MethodResult, WorkloadResult, summarise
@@ -81,6 +82,16 @@ class Point:
         low = interval.low if estimate.verdict == "faster" else _OPEN.low
         high = interval.high if estimate.verdict == "slower" else _OPEN.high
         return Interval(low, high)
+
+    @property
+    def num_batches(self) -> int:
+        """What the speed-up rests on; 0 where there is none."""
+        return self.result.speed_up.num_clusters if self.result.speed_up else 0
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether too few batches were timed to tell whether it pays."""
+        return self.result.speed_up is not None and self.result.speed_up.too_few
 
     @property
     def is_sound(self) -> bool:
@@ -226,13 +237,15 @@ def _notes(
         yield f"{name} drafted exactly as {earlier} did: its point is left out"
     for batch, run in runs.items():
         if partial := {tuple(t.requests) for t in run.timings if len(t.requests) != batch}:
-            yield f"batch size {batch}: {len(partial)} smaller batches are left out of all times"
+            yield (
+                f"batch size {batch}: {counted(len(partial), 'smaller batch')} "
+                f"{are(len(partial))} left out of all times"
+            )
         for workload in workloads:
-            speed_ups = [p.result.speed_up for p in workload.points if p.batch == batch]
-            if few := [s.num_clusters for s in speed_ups if s and s.too_few]:
+            if few := [p.num_batches for p in workload.points if p.batch == batch and p.is_untold]:
                 yield (
-                    f"batch size {batch}: {min(few)} batches of "
-                    f"{workload.about.metrics.workload} were timed, a verdict takes "
-                    f"{MIN_CLUSTERS}: nothing is proven there; give --prompts "
+                    f"batch size {batch}: {counted(min(few), 'batch')} of "
+                    f"{workload.about.metrics.workload} {'was' if min(few) == 1 else 'were'} "
+                    f"timed, a verdict takes {MIN_CLUSTERS}: give --prompts "
                     f"{MIN_CLUSTERS * batch} or more"
                 )

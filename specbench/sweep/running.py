@@ -13,7 +13,8 @@ from typing import Any
 
 from specbench import cluster, plan
 from specbench.files import write_atomically
-from specbench.messages import in_one_line
+from specbench.filing import what_else
+from specbench.messages import counted, in_one_line
 from specbench.records import Run, read_run
 from specbench.shards import load_workloads
 from specbench.stats import MIN_CLUSTERS
@@ -33,6 +34,8 @@ class Sweep:
         batches: the batch sizes that the workloads have prompts for.
         unready: by name, why a method could not be set up.
         notes: what its user should know.
+        shortages: likewise, where too few prompts are to come for a verdict; not filed, as the page
+            says it of what came.
     """
 
     folder: Path
@@ -40,6 +43,7 @@ class Sweep:
     batches: tuple[int, ...]
     unready: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    shortages: list[str] = field(default_factory=list)
 
     def run(self, use_ray: bool, say: Callable[[str], None]) -> None:
         """Measures what is left, the smallest batch first.
@@ -47,7 +51,7 @@ class Sweep:
         Raises:
             ValueError: what a run finds wrong with the settings or the folder.
         """
-        for note in self.notes:
+        for note in (*self.notes, *self.shortages):
             say(note)
         try:
             for batch in self.batches:
@@ -61,7 +65,7 @@ class Sweep:
         if not todo.pending:
             return
         num_names, num_shards = len(todo.config.methods), len(todo.shards)
-        say(f"batch size {batch}: {num_names} settings, {num_shards} shards")
+        say(f"batch size {batch}: {counted(num_names, 'setting')}, {counted(num_shards, 'shard')}")
         try:
             cluster.run(todo, use_ray=use_ray)
         except ValueError:
@@ -137,22 +141,23 @@ def new(config: SweepConfig, folder: Path) -> Sweep:
     batches = tuple(batch for batch in config.batches if batch <= num)
     if not batches:
         raise ValueError(
-            f"--batches {', '.join(map(str, config.batches))}: {fewest.name} has {num} prompts "
-            f"here; valid: 1..{num}"
+            f"--batches {', '.join(map(str, config.batches))}: {fewest.name} has "
+            f"{counted(num, 'prompt')} here; valid: 1..{num}"
         )
     notes = [f"left out: {reason}" for reason in config.left_out().values()]
     notes += [
-        f"left out: batch size {batch}, {fewest.name} has {num} prompts here"
+        f"left out: batch size {batch}, {fewest.name} has {counted(num, 'prompt')} here"
         for batch in config.batches
         if batch not in batches
     ]
-    notes += [
-        f"batch size {batch}: {num} prompts of {fewest.name} make {num // batch} batches, "
-        f"a verdict takes {MIN_CLUSTERS} (--prompts {MIN_CLUSTERS * batch})"
+    shortages = [
+        f"batch size {batch}: {counted(num, 'prompt')} of {fewest.name} make "
+        f"{counted(num // batch, 'batch')}, a verdict takes {MIN_CLUSTERS} "
+        f"(--prompts {MIN_CLUSTERS * batch})"
         for batch in batches
         if num < MIN_CLUSTERS * batch
     ]
-    return Sweep(folder, config, batches, notes=notes)
+    return Sweep(folder, config, batches, notes=notes, shortages=shortages)
 
 
 def resume(folder: Path, num_workers: int | None = None) -> Sweep:
@@ -178,7 +183,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         about: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         found = {key: about[key] for key in ("schema", "settings", "batches", "unready", "notes")}
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no sweep: there is no sweep.json in it") from None
+        raise ValueError(
+            f"{folder} holds no sweep: there is no sweep.json in it{what_else(folder)}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} holds no readable sweep: {in_one_line(error)}") from error
     if found["schema"] != SCHEMA_VERSION:

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from specbench.messages import counted
 from specbench.prediction import Forwards, predict
 from specbench.profile import Profile
 from specbench.records import RequestRecord, Run
+from specbench.stats import MIN_CLUSTERS
 from specbench.sweep.choices import by_setting
 from specbench.sweep.points import Point, Points
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
@@ -15,7 +17,8 @@ from specbench.tables import Cell, Column, Heading, Note, Page, Table
 _READING = (
     "predicted: outputs recorded at the smallest batch size are replayed in batches as they were "
     "decoded, with the profile's step times; "
-    "error: predicted / measured - 1; inside: whether the measured interval holds the prediction. "
+    "error: predicted / measured - 1; inside: whether the measured interval holds the prediction, "
+    f"`-` where under {MIN_CLUSTERS} batches leave none. "
     "The profile should be of the same machine, threads and dtype"
 )
 
@@ -129,8 +132,9 @@ def _table(workload: str, found: Sequence[Prediction]) -> Table:
 def _summary(workload: str, found: Sequence[Prediction]) -> str:
     errors = sorted(abs(one.error) for one in found if one.error is not None)
     told = [one.is_inside for one in found if one.is_inside is not None]
+    inside = f"{sum(told)} of {len(told)} {'lies' if len(told) == 1 else 'lie'} in the measured"
     return (
-        f"{workload}: over {len(errors)} points the prediction is off by "
+        f"{workload}: over {counted(len(errors), 'point')} the prediction is off by "
         f"{100 * median(errors):.1f} % in the median and {100 * errors[-1]:.1f} % at most; "
-        f"{sum(told)} of {len(told)} lie in the measured interval"
+        + (f"{inside} interval" if told else "no point has a measured interval to lie in")
     )
