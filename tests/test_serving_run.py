@@ -143,7 +143,7 @@ def test_a_run_is_served_filed_and_shown_again(
     assert "the baseline's capacity" in shown.err
     run = read_serving(out)
     assert not run.missing and not run.failures and len(run.references) == 8
-    assert len(run.passes) == 1 + 2 * 2 * 5
+    assert len(run.passes) == 1 + 3 * 2 * 5
     for one in run.passes:
         assert len(one.served) == 8 and not one.failures
         assert {record.lossless for record in one.served} == {"exact"}

@@ -1,5 +1,6 @@
 """A profile's predictions held against a sweep, with numbers that can be worked out by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def step_s(batch: int, depth: int) -> float:
     return 0.5 * depth + linear_s(batch, 1 + depth) + 0.25
 
 
-def test_every_point_is_predicted_from_the_deepest_drafts_of_the_smallest_batch() -> None:
+def test_every_point_is_predicted_from_its_own_steps() -> None:
     """A request takes 4 steps of vanilla. Drafts to depth 1 and more are right once, so it takes 2
     of any depth; the last token is left to the bonus."""
     found = {
@@ -38,10 +39,30 @@ def test_every_point_is_predicted_from_the_deepest_drafts_of_the_smallest_batch(
     first = found[1, 1]
     assert first.predicted == pytest.approx(4 * step_s(1, 0) / (2 * step_s(1, 1)))
     assert first.error == pytest.approx(first.predicted / 1.2 - 1)
-    # Six requests make a batch of four and one of two.
-    vanilla_s, own_s = (step_s(4, depth) + step_s(2, depth) for depth in (0, 1))
-    assert found[4, 1].predicted == pytest.approx(4 * vanilla_s / (2 * own_s))
+    assert found[4, 1].predicted == pytest.approx(4 * step_s(4, 0) / (2 * step_s(4, 1)))
     assert not found[8, 3].is_inside
+
+
+def test_batches_that_are_not_full_do_not_count() -> None:
+    """They do not in what was measured."""
+    run = RUNS[4]
+    short = [
+        replace(t, requests=t.requests[:2]) for t in run.timings if t.requests[0] == "code-5-0"
+    ]
+    rest = [t for t in run.timings if t.requests[0] != "code-5-0"]
+    cut = {**RUNS, 4: replace(run, timings=[*rest, *short])}
+    found = predictions(PROFILE, cut, measure(cut))["code"]
+    assert [one.predicted for one in found] == [
+        one.predicted for one in predictions(PROFILE, RUNS, measure(RUNS))["code"]
+    ]
+
+
+def test_what_lies_beyond_the_profile_is_left_out() -> None:
+    steps = {"vanilla": made_steps(rows=(1, 2), depths=(0,)), "echo": made_steps(rows=(1, 2))}
+    passes = made_passes(rows=(1, 2), seconds=lambda rows, tokens, _: linear_s(rows, tokens))
+    small = made_profile(passes=passes, steps=steps)
+    found = predictions(small, RUNS, measure(RUNS))["code"]
+    assert {one.point.batch for one in found} == {1, 2}
 
 
 def test_the_page_sums_the_errors_up() -> None:

@@ -58,7 +58,7 @@ class ServeConfig:
     loads: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     requests: int = 32
-    rounds: int = 2
+    rounds: int = 3
     max_batch: int = 8
     max_new_tokens: int = 64
     temperature: float = 0.0

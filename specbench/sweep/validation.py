@@ -1,12 +1,12 @@
-"""A profile's predictions held against a sweep: from the steps of every setting at the smallest
-batch size its speed-up at every batch size is predicted. Pure functions."""
+"""A profile's predictions held against a sweep: what the recorded steps of every point should take
+by the profile, beside what they took. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from specbench.messages import counted
-from specbench.prediction import Forwards, predict
+from specbench.prediction import Forwards, Steps, predict
 from specbench.profile import Profile
 from specbench.records import RequestRecord, Run
 from specbench.stats import MIN_CLUSTERS
@@ -15,8 +15,8 @@ from specbench.sweep.points import Point, Points
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
 
 _READING = (
-    "predicted: outputs recorded at the smallest batch size are replayed in batches as they were "
-    "decoded, with the profile's step times; "
+    "predicted: recorded outputs are replayed in batches as they were decoded, with the profile's "
+    "step times; what lies beyond its batches and depths is left out; "
     "error: predicted / measured - 1; inside: whether the measured interval holds the prediction, "
     f"`-` where under {MIN_CLUSTERS} batches leave none. "
     "The profile should be of the same machine, threads and dtype"
@@ -51,10 +51,10 @@ class Prediction:
 def predictions(
     profile: Profile, runs: Mapping[int, Run], points: Points
 ) -> dict[str, list[Prediction]]:
-    """By workload: every point that was measured and can be predicted.
+    """By workload: every point that was measured and lies within the profile's batches and depths.
 
     Raises:
-        ValueError: none of a method's can, as the profile lacks it or is of a smaller grid.
+        ValueError: the profile lacks a method.
     """
     return {
         workload.about.metrics.workload: [
@@ -69,22 +69,31 @@ def predictions(
 def _of_method(
     profile: Profile, runs: Mapping[int, Run], workload: str, points: Sequence[Point]
 ) -> Iterator[Prediction]:
-    first = runs[min(runs)]
-    context = _mean_context(first, workload)
-    contexts = Forwards(profile).contexts
-    context = round(min(max(context, contexts[0]), contexts[-1]))
+    forwards = Forwards(profile)
     for setting, own in by_setting(points).items():
-        recorded = _records(first, workload, setting.name)
         for point in own:
-            if point.gain:
+            run = runs[point.batch]
+            context = _mean_context(run, workload)
+            context = round(min(max(context, forwards.contexts[0]), forwards.contexts[-1]))
+            deepest = Steps(profile, setting.method, context).deepest
+            if point.gain and point.batch <= forwards.rows[-1] and setting.depth <= deepest:
+                records = _in_full_batches(run, workload, setting.name, point.batch)
                 predicted = predict(
-                    profile, setting.method, recorded, point.batch, setting.depth, context
+                    profile, setting.method, records, point.batch, setting.depth, context
                 )
                 yield Prediction(point=point, predicted=predicted)
 
 
-def _records(run: Run, workload: str, method: str) -> list[RequestRecord]:
-    return [r for r in run.requests if (r.workload, r.method) == (workload, method)]
+def _in_full_batches(run: Run, workload: str, method: str, size: int) -> list[RequestRecord]:
+    """What a point is measured over, batch by batch as it was decoded."""
+    own = (workload, method)
+    found = {r.request: r for r in run.requests if (r.workload, r.method) == own}
+    batches = dict.fromkeys(
+        tuple(timing.requests)
+        for timing in run.timings
+        if (timing.workload, timing.method) == own and len(timing.requests) == size
+    )
+    return [found[request] for batch in batches for request in batch]
 
 
 def _mean_context(run: Run, workload: str) -> float:
