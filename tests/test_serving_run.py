@@ -151,7 +151,7 @@ def test_a_run_is_served_filed_and_shown_again(
         assert one.about.rate is None or one.about.load in (0.7, 1.5)
     # The same requests at the same times, whatever serves them.
     assert served(run, "vanilla") == served(run, "ngram") == served(run, "draft_model")
-    assert len({tuple(times.items()) for times in served(run, "vanilla").values()}) == 4
+    assert len({tuple(times.items()) for times in served(run, "vanilla").values()}) == 6
     first = Counter(one.about.method for one in run.passes if one.about.order == 0)
     assert len(first) > 1
     assert main(["serve", "--report", str(out)]) == 0
