@@ -7,36 +7,43 @@ from dataclasses import dataclass
 from specbench.depth import Choice, Fixed, StepTable
 from specbench.depth.replay import replay
 from specbench.method import MethodConfig
-from specbench.prediction import check_within, unknown_drafts
-from specbench.profile import Profile, step_table
+from specbench.prediction import check_within
+from specbench.profile import (
+    Profile,
+    StepSamples,
+    drafts_trees,
+    profiled_name,
+    step_table,
+    unknown_drafts,
+    variant_note,
+)
 from specbench.records import RequestRecord
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
-from specbench.trace import Replay, Room, Trace, play_oracle, read_traces
+from specbench.trace import (
+    Replay,
+    Room,
+    Trace,
+    are_trees,
+    assumptions,
+    play_oracle,
+    read_traces,
+)
 
 OUTPUTS_PER_ROW = 8
 SPELL_STEPS = 100
 ASSUMPTIONS = (
-    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
-    "depth would have been right at the same positions; those never tested are right as often",
     "a step takes what the profile has for its batch and the mean depth of its rows; the next "
     "request joins as soon as a row ends, and prefill takes no time",
-    "records have no chances: confidence is always sure, and survival goes by how a row's drafts "
-    "fared so far",
+    "records have no chances: survival goes by how a row's drafts fared so far",
     f"outputs are taken again from the first until there are {OUTPUTS_PER_ROW} for each row of the "
     "largest batch; under a changing load there is room for each of the batch sizes in turn, up "
     f"and down again, each for the time of {SPELL_STEPS} steps of a row without drafts",
     "the oracle knows what is right, drafts nothing else, and takes of it what makes most tokens a "
     "second in this step; regret is the share of its throughput that a controller misses",
 )
-DEFAULT = (
-    "heuristic",
-    "confidence",
-    "ema",
-    "off_above_batch:off_at=4",
-    "goodput",
-    "survival",
-)
-"""What is compared where nothing is said; every fixed depth besides."""
+DEFAULT = ("heuristic", "ema", "off_above_batch:off_at=4", "goodput", "survival")
+"""What is compared where nothing is said; every fixed depth besides. Not `confidence`, which goes
+by chances alone: records have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +115,6 @@ def changing(batches: Sequence[int], spell_s: float) -> Room:
     return lambda seconds: tide[int(seconds / spell_s) % len(tide)]
 
 
-def step_times(profile: Profile, method: str) -> StepTable:
-    """Seconds of a method's steps, by rows and depth.
-
-    Raises:
-        ValueError: the profile lacks them.
-    """
-    steps = profile.steps.get(method, [])
-    if not any(one.depth for one in steps):
-        raise ValueError(unknown_drafts(profile, method))
-    return step_table(steps)
-
-
 def page(
     profile: Profile,
     method: str,
@@ -131,13 +126,17 @@ def page(
     """The comparison of one method's controllers, as a page.
 
     Args:
+        profile: has steps of the method, or of the one that it is a variant of.
         records: the method's.
         batches: by default those of the profile.
 
     Raises:
-        ValueError: as `compare` and `step_times`, or a batch is beyond the profile.
+        ValueError: as `compare`; or the profile lacks the method's steps, or a batch.
     """
-    times = step_times(profile, method)
+    profiled = profiled_name(profile, method)
+    if profiled is None:
+        raise ValueError(unknown_drafts(profile, method))
+    times = step_table(profile.steps[profiled])
     for batch in batches:
         check_within("--batches", batch, times.rows)
     chosen = list(batches) or times.rows
@@ -145,10 +144,29 @@ def page(
     return [
         Heading(f"Controllers of {method}, replayed", 1),
         Note(f"{len(records)} recorded outputs; step times of {profile.device}, as profiled"),
+        *([] if profiled == method else [Note(variant_note(method, profiled), "strong")]),
+        *(Note(line, "strong") for line in _without_chances(controllers)),
         _table(found),
         Heading("Assumptions", 3),
-        *(Note(assumption) for assumption in ASSUMPTIONS),
+        *(Note(one) for one in _assumptions(records, profile.steps[profiled])),
     ]
+
+
+def _without_chances(controllers: Sequence[str]) -> list[str]:
+    return [
+        f"{text} goes by the drafter's chances alone, and records have none: here it is always "
+        "sure, as the deepest fixed depth"
+        for text in controllers
+        if Choice.read(text).needs_chances
+    ]
+
+
+def _assumptions(records: Sequence[RequestRecord], steps: Sequence[StepSamples]) -> list[str]:
+    lines = assumptions(records)
+    if are_trees(records):
+        drafts = "trees" if drafts_trees(steps) else "chains, though trees were recorded,"
+        lines.append(f"a step that drafts costs what the profile's {drafts} of its depth cost")
+    return [*lines, *ASSUMPTIONS]
 
 
 def _table(found: Sequence[Compared]) -> Table:

@@ -9,8 +9,7 @@ from statistics import fmean, median
 import numpy as np
 
 from specbench.depth import StepTable
-from specbench.messages import suggest
-from specbench.profile import Profile, StepSamples, step_table
+from specbench.profile import Profile, StepSamples, step_table, unknown_drafts
 from specbench.records import BASELINE, RequestRecord
 from specbench.scenario import Scenario
 from specbench.theory import StepCost
@@ -22,12 +21,11 @@ ASSUMPTIONS = (
     "a profiled method drafts, verifies and keeps its books as long as in its profiled steps; its "
     "forwards are scaled, by the grid of forwards, to the nodes and the context asked for",
     "a method that is not in the profile takes vanilla's forwards and bookkeeping, and drafts as "
-    "long as the drafter named, by a roofline of the measured bandwidth and rate",
+    "long as the drafter named, by a roofline of the measured bandwidth and rate; layers that a "
+    "drafter ran are verified again",
     "memory is counted, and what a pass waits for is said by that roofline",
     "a forward over ragged rows takes what one over as many nodes in even rows does",
     "all rows have the same context; sampling and prefill take no time",
-    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
-    "depth would have been right at the same positions; those never tested are right as often",
     "a profiled method that drafts more nodes than levels drafts trees, of as many nodes where "
     "nothing else is recorded",
 )
@@ -175,15 +173,6 @@ class Steps:
             step_table(self._own, lambda one: one.bookkeeping_s),
             step_table(self._own, lambda one: [fmean(one.nodes)]),
         )
-
-
-def unknown_drafts(profile: Profile, method: str) -> str:
-    """Says that a profile lacks a method's drafts."""
-    drafting = [name for name, steps in profile.steps.items() if any(one.depth for one in steps)]
-    return (
-        f"the profile has no drafts of method {method!r}{suggest(method, drafting)}; valid: "
-        f"{', '.join(drafting) or '(nothing was drafted)'}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

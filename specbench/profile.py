@@ -18,7 +18,7 @@ from specbench.costs import Shape
 from specbench.depth import StepTable
 from specbench.depth.calibration import Sample
 from specbench.files import write_atomically
-from specbench.messages import in_one_line
+from specbench.messages import in_one_line, suggest
 from specbench.records import Strict
 
 SCHEMA_VERSION = 1
@@ -202,6 +202,39 @@ def load_profile(path: Path) -> Profile:
 
 def _sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def drafts_trees(steps: Sequence[StepSamples]) -> bool:
+    """Whether more nodes than levels were drafted in them."""
+    return any(max(one.nodes) > one.depth for one in steps)
+
+
+def profiled_name(profile: Profile, method: str) -> str | None:
+    """The method of a profile whose steps a method takes: itself, else the one that it is a variant
+    of, ``eagle`` of ``eagle@d2``; None where the profile has drafts of neither."""
+    drafting = _drafting(profile)
+    return next((name for name in (method, method.partition("@")[0]) if name in drafting), None)
+
+
+def unknown_drafts(profile: Profile, method: str) -> str:
+    """Says that a profile lacks a method's drafts."""
+    drafting = _drafting(profile)
+    return (
+        f"the profile has no drafts of method {method!r}{suggest(method, drafting)}; valid: "
+        f"{', '.join(drafting) or '(nothing was drafted)'}"
+    )
+
+
+def _drafting(profile: Profile) -> list[str]:
+    return [name for name, steps in profile.steps.items() if any(one.depth for one in steps)]
+
+
+def variant_note(method: str, profiled: str) -> str:
+    """Says whose step times a variant takes."""
+    return (
+        f"the profile has no steps of {method}; those of {profiled}, of which it is a variant, are "
+        "taken"
+    )
 
 
 def step_table(

@@ -1,10 +1,10 @@
 """A profile as a page: forwards, roofline and knee, breadth against depth, drafters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from specbench.depth.calibration import check_calibration
+from specbench.depth.calibration import LEAST_DRAFTS, Reliability, check_calibration
 from specbench.machines import Machine
-from specbench.profile import Profile
+from specbench.profile import Profile, drafts_trees
 from specbench.roofline import Analysis, Knee, analyse, breadths, drafting, knees, machine
 from specbench.stats import Spread
 from specbench.tables import MISSING, NO_BREAK, Cell, Column, Heading, Note, Page, Table
@@ -17,8 +17,9 @@ _READING = (
     "level: seconds of drafting for each level of depth, over the forward of a step without a "
     "draft; other: bookkeeping",
     "calibration error: mean distance between how likely the drafter calls it that its tokens down "
-    "to a depth are taken, and how often they are, in 15 bins; calibrated: after temperatures that "
-    "were fitted to other texts",
+    "to a depth are taken, and how often they are, in 15 bins, on texts that nothing was fitted "
+    f"to; calibrated: after temperatures that were fitted to the other texts, where {LEAST_DRAFTS} "
+    "drafts or more are so deep; (bound): the largest or the smallest temperature tried",
     "a step's ms stand for its text: rows of a few fixed texts, short, decoded greedily",
 )
 
@@ -183,25 +184,75 @@ def _drafters(profile: Profile) -> list[Note | Table]:
 
 
 def _reliability(profile: Profile) -> list[Note | Table]:
-    """Of the methods whose drafts are chains with chances."""
+    """Of the methods whose drafts are chains with chances; why the others are missing."""
+    found = {
+        name: check_calibration(texts)
+        for name, texts in profile.samples.items()
+        if not drafts_trees(profile.steps[name])
+    }
     columns = [
         Column("method", numbers=False),
         Column("depth"),
-        Column("drafts"),
+        Column("drafts fitted to"),
+        Column("held-out drafts"),
         Column("calibration error"),
         Column("temperature"),
         Column("calibrated"),
+        Column("helped", numbers=False),
     ]
-    rows = [
-        [
-            Cell(name),
-            Cell(str(one.depth)),
-            Cell(str(one.num)),
-            Cell(f"{one.believed:.3f}"),
-            Cell(f"{one.temperature:.2f}"),
-            Cell(f"{one.calibrated:.3f}"),
-        ]
-        for name, texts in profile.samples.items()
-        for one in check_calibration(texts)
+    rows = [[Cell(name), *_reliable(one)] for name, depths in found.items() for one in depths]
+    table = Table("how far the drafters' chances can be believed", columns, rows)
+    return [
+        *([table] if rows else []),
+        *(Note(text) for text in _uncalibrated(profile, found)),
     ]
-    return [Table("how far the drafters' chances can be believed", columns, rows)] if rows else []
+
+
+def _reliable(one: Reliability) -> list[Cell]:
+    cells = [
+        Cell(str(one.depth)),
+        Cell(str(one.num_fitted)),
+        Cell(str(one.num)),
+        Cell(f"{one.believed:.3f}"),
+    ]
+    if one.temperature is None or one.calibrated is None:
+        return [*cells, Cell(MISSING), Cell(MISSING), Cell("not fitted")]
+    bound = " (bound)" if one.at_bound else ""
+    return [
+        *cells,
+        Cell(f"{one.temperature:.2f}{bound}"),
+        Cell(f"{one.calibrated:.3f}"),
+        Cell("yes", "good") if one.helped else Cell("no", "bad"),
+    ]
+
+
+def _uncalibrated(profile: Profile, found: Mapping[str, Sequence[Reliability]]) -> list[str]:
+    """Which methods' chances are not in the table, are not calibrated, or not for the better."""
+    lines = []
+    for name, steps in profile.steps.items():
+        if not any(one.depth for one in steps):
+            continue
+        depths = found.get(name, ())
+        few = [one for one in depths if one.temperature is None]
+        worse = [str(one.depth) for one in depths if one.temperature and not one.helped]
+        if drafts_trees(steps):
+            lines.append(
+                f"{name} is not in the table of chances: it drafts trees, and only chains "
+                "are calibrated"
+            )
+        elif not depths:
+            lines.append(
+                f"{name} is not in the table of chances: no draft with chances was "
+                "recorded on the held-out texts"
+            )
+        if few:
+            lines.append(
+                f"{name}: no temperature is fitted from depth {few[0].depth} on, where "
+                f"there are {few[0].num_fitted} drafts to fit to; it takes {LEAST_DRAFTS}"
+            )
+        if worse:
+            lines.append(
+                f"{name}: calibration did not help on the held-out texts at depth "
+                f"{', '.join(worse)}"
+            )
+    return lines

@@ -6,8 +6,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from specbench.costs import Cost, Memory, Shape, forward_cost, memory
-from specbench.drafter_costs import Draft, features_cost, heads_cost, model_cost
-from specbench.machines import Machine, load_shape
+from specbench.drafter_costs import (
+    Draft,
+    features_cost,
+    heads_cost,
+    model_cost,
+    short_stack_cost,
+)
+from specbench.machines import Machine, load_shape, shape_names
 from specbench.records import RequestRecord
 from specbench.theory import (
     Choice,
@@ -27,8 +33,6 @@ ASSUMPTIONS = (
     "a batch of rows verifies exactly its nodes: no padding to the widest row",
     "sampling, scheduling and prefill take no time; several devices are as fast as one of their "
     "summed bandwidth and rate",
-    "recorded drafts are chains that depend on committed tokens alone, so that a step of another "
-    "depth would have been right at the same positions; those never tested are right as often",
     "of a mixture, tokens choose experts uniformly and independently",
 )
 
@@ -55,23 +59,26 @@ class Given:
     """Chains with a given chance at each position.
 
     Args:
-        chances: by depth, each that of a token whose predecessors were accepted; beyond the last,
-            the last.
-        deepest: the deepest draft.
+        chances: by depth, each that of a token whose predecessors were accepted; nothing is said
+            of deeper ones.
     """
 
     chances: tuple[float, ...]
-    deepest: int = 8
 
     def __post_init__(self) -> None:
         tokens_by_position(self.chances)
         if not self.chances:
             raise ValueError("no acceptance is given; valid: a chance for each position")
 
+    @property
+    def deepest(self) -> int:
+        """As deep as chances are given."""
+        return len(self.chances)
+
     def tokens(self, depth: int) -> float:
         """Expected tokens."""
-        more = max(0, depth - len(self.chances))
-        return tokens_by_position((*self.chances, *self.chances[-1:] * more)[:depth])
+        assert depth <= self.deepest, "nothing is said of deeper drafts"
+        return tokens_by_position(self.chances[:depth])
 
     def nodes(self, depth: int) -> float:
         """One for each level."""
@@ -83,13 +90,11 @@ class Replayed:
 
     Args:
         records: of one method; some of their steps drafted.
-        deepest: the deepest draft; None for the deepest that was offered.
     """
 
-    def __init__(self, records: Sequence[RequestRecord], deepest: int | None = None) -> None:
+    def __init__(self, records: Sequence[RequestRecord]) -> None:
         self._traces = read_traces(records)
-        offered = max(step[1] for record in records for step in record.steps)
-        self.deepest = offered if deepest is None else min(deepest, offered)
+        self.deepest = max(step[1] for record in records for step in record.steps)
         self._means: dict[int, _Mean] = {}
 
     def tokens(self, depth: int) -> float:
@@ -97,7 +102,7 @@ class Replayed:
         return self._mean(depth).tokens
 
     def nodes(self, depth: int) -> float:
-        """Mean over the steps, of a chain."""
+        """Mean over the steps, of a chain: what a tree had beside its path is not counted."""
         return self._mean(depth).nodes
 
     def _mean(self, depth: int) -> "_Mean":
@@ -121,6 +126,11 @@ class Drafter(Protocol):
         """Beside the target's."""
         ...
 
+    @property
+    def resumed_layers(self) -> int:
+        """The target's first layers that verification need not run again."""
+        ...
+
     def seconds(self, machine: Machine, draft: Draft) -> float:
         """Of one draft."""
         ...
@@ -133,6 +143,7 @@ class Relative(NamedTuple):
     share: float
     target: Shape
     weight_bytes: float = 0.0
+    resumed_layers: int = 0
 
     def seconds(self, machine: Machine, draft: Draft) -> float:
         """In proportion."""
@@ -145,6 +156,7 @@ class Heads(NamedTuple):
 
     target: Shape
     weight_bytes: float = 0.0
+    resumed_layers: int = 0
 
     def seconds(self, machine: Machine, draft: Draft) -> float:
         """All heads at once."""
@@ -157,6 +169,7 @@ class Features(NamedTuple):
 
     layer: Shape
     weight_bytes: float = 0.0
+    resumed_layers: int = 0
 
     def seconds(self, machine: Machine, draft: Draft) -> float:
         """Level by level."""
@@ -164,11 +177,40 @@ class Features(NamedTuple):
         return machine.seconds(cost, len(draft.levels))
 
 
+class Layers(NamedTuple):
+    """The target's first layers, and behind them its own head, or a trained exit: a dense layer as
+    wide, with a draft vocabulary."""
+
+    target: Shape
+    num_layers: int
+    exit: Shape | None = None
+    weight_bytes: float = 0.0
+
+    @property
+    def resumed_layers(self) -> int:
+        """Those that draft."""
+        return self.num_layers
+
+    def seconds(self, machine: Machine, draft: Draft) -> float:
+        """Level by level; the last level's nodes run through the layers too."""
+        cost = short_stack_cost(
+            self.target,
+            draft,
+            num_layers=self.num_layers,
+            resumed=self.num_layers,
+            adapter=self.exit,
+        )
+        levels, own = len(draft.levels), int(self.exit is not None)
+        passes = (levels + 1) * self.num_layers + levels * own if levels else 0
+        return machine.seconds(cost, passes)
+
+
 class Model(NamedTuple):
     """A draft model."""
 
     shape: Shape
     weight_bytes: float = 0.0
+    resumed_layers: int = 0
 
     def seconds(self, machine: Machine, draft: Draft) -> float:
         """Level by level."""
@@ -178,7 +220,11 @@ class Model(NamedTuple):
 
 
 _DRAFT_VOCAB = 32_000
-DRAFTERS = "a share of the target's step (0 for look-up), heads, features, or a model"
+DRAFTERS = (
+    "a share of the target's step (0 for look-up), heads, features, layers:N (the target's first "
+    f"N), exit:N (a trained exit behind these), or a model ({', '.join(shape_names())}, a folder, "
+    "or a name on the Hub)"
+)
 
 
 def make_drafter(name: str, target: Shape, width: int) -> Drafter:
@@ -203,13 +249,28 @@ def make_drafter(name: str, target: Shape, width: int) -> Drafter:
     if name == "heads":
         return Heads(target)
     if name == "features":
-        inner = target.inner or target.num_active * target.expert_inner
-        dense = replace(target.part(1), inner=inner, num_experts=0, num_windowed=0)
-        layer = replace(dense, vocab=min(_DRAFT_VOCAB, target.vocab), width_in=2 * target.hidden)
+        layer = replace(_dense_layer(target), width_in=2 * target.hidden)
         fused = 3 * target.hidden**2
         return Features(layer, width * (layer.layer_weights(0) + layer.head_weights + fused))
+    kind, _, number = name.partition(":")
+    if kind in ("layers", "exit"):
+        most = target.num_layers - 1
+        if not number.isdecimal() or not 1 <= int(number) <= most:
+            raise ValueError(f"drafter {name} is out of range; valid: {kind}:1..{kind}:{most}")
+        if kind == "layers":
+            return Layers(target, int(number))
+        layer = _dense_layer(target)
+        own = width * (layer.layer_weights(0) + layer.head_weights)
+        return Layers(target, int(number), layer, own)
     shape = load_shape(name)
     return Model(shape, width * shape.num_weights)
+
+
+def _dense_layer(target: Shape) -> Shape:
+    """One layer as wide as the target's, without experts or a window, and a draft vocabulary."""
+    inner = target.inner or target.num_active * target.expert_inner
+    dense = replace(target.part(1), inner=inner, num_experts=0, num_windowed=0)
+    return replace(dense, vocab=min(_DRAFT_VOCAB, target.vocab))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +304,7 @@ class Scenario:
 
     Args:
         machine, target, drafter, acceptance: as they say.
+        deepest: the deepest draft, no deeper than the acceptance; None for that.
         context: tokens of each row.
         width: bytes of a number.
     """
@@ -251,13 +313,20 @@ class Scenario:
     target: Shape
     drafter: Drafter
     acceptance: Acceptance
+    deepest: int | None = None
     context: int = 1024
     width: int = 2
 
     def step(self, batch: int, depth: int) -> StepCost:
         """What a step costs."""
-        forward_s = self.machine.seconds(self.verify(batch, depth), self.target.num_layers)
+        num_layers = self._verifying(depth).num_layers
+        forward_s = self.machine.seconds(self.verify(batch, depth), num_layers)
         return StepCost(self.draft_s(batch, depth), forward_s)
+
+    def _verifying(self, depth: int) -> Shape:
+        """What of the target is left to run where the drafter ran the first layers already."""
+        resumed = self.drafter.resumed_layers if depth else 0
+        return self.target.part(self.target.num_layers - resumed) if resumed else self.target
 
     def draft_s(self, batch: int, depth: int) -> float:
         """Seconds of drafting."""
@@ -278,14 +347,15 @@ class Scenario:
         nodes = self.acceptance.nodes(depth) if depth else 0.0
         low = int(nodes)
         below, above = (
-            forward_cost(self.target, batch, 1 + n, self.context, width=self.width)
+            forward_cost(self._verifying(depth), batch, 1 + n, self.context, width=self.width)
             for n in (low, low + 1)
         )
         return below.times(1 - (nodes - low)).plus(above.times(nodes - low))
 
     def at(self, batch: int) -> Point:
         """What is predicted of a batch size."""
-        steps = [self.step(batch, depth) for depth in range(1 + self.acceptance.deepest)]
+        deepest = self.acceptance.deepest if self.deepest is None else self.deepest
+        steps = [self.step(batch, depth) for depth in range(1 + deepest)]
         vanilla = steps[0]
         tokens = [1.0, *map(self.acceptance.tokens, range(1, len(steps)))]
         gains = [speed_up(t, step, vanilla) for t, step in zip(tokens, steps, strict=True)]

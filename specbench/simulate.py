@@ -1,33 +1,36 @@
-"""`specbench simulate`: its settings, and the page that shows what is predicted. Nothing is
-measured here."""
+"""`specbench simulate`: its settings, and the scenario that they come to. Nothing is measured
+here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.costs import Shape
 from specbench.machines import WIDTHS, Machine, load_machine, load_shape
 from specbench.messages import check_least, option
+from specbench.recorded_drafter import LOOK_UP, Assumed, recorded_drafter
 from specbench.records import RequestRecord, read_info, read_run
 from specbench.scenario import (
     ASSUMPTIONS,
     Acceptance,
     Given,
-    Point,
     Replayed,
     Scenario,
-    crossovers,
     make_drafter,
 )
-from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
+from specbench.trace import are_trees, assumptions
 
 if TYPE_CHECKING:
     from specbench.profile import Profile
 
-_DEEPEST, _USUAL_DEPTH = 32, 8
+_DEEPEST = 32
+_MODEL, _DEVICE = "llama-3.1-70b", "H200"
 _CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
 _MAY_DIFFER = ("depth", "source_sha256")
 """Settings of a method that need not be alike in a run and a profile: depth is what is varied."""
+_AS_CHAIN = "is taken for a chain, which costs less than the tree did: this promises too much"
+_NOT_NAMED = Assumed(LOOK_UP, "assumed: a free look-up, as no --drafter was named")
 _OF_PROFILE = ("model", "device", "devices", "dtype", *_CUSTOM)
 
 
@@ -38,15 +41,17 @@ class Setup:
     Args:
         scenario: what is predicted from.
         model, dtype, drafter: how they are called.
+        why: this drafter.
         batches: rows.
         assumptions: that the prediction makes.
-        doubts: where what is combined does not belong together.
+        doubts: where what is combined does not belong together, or was not said.
     """
 
     scenario: Scenario
     model: str
     dtype: str
     drafter: str
+    why: str
     batches: tuple[int, ...]
     assumptions: tuple[str, ...]
     doubts: tuple[str, ...] = ()
@@ -63,14 +68,14 @@ class SimulateConfig:
         devices: how many of them hold the model.
         dtype: of weights and cache.
         profile: a file of `specbench profile`, in place of model, device and dtype.
-        drafter: see `specbench.scenario.make_drafter`; by default what is looked up, or what the
-            profile has of the method.
-        acceptance: the chance at each position; beyond the last, the last.
+        drafter: see `specbench.scenario.make_drafter`; by default the one recorded, what the
+            profile has of the method, or without either what is looked up.
+        acceptance: the chance at each position.
         run: a folder with recorded steps, in place of ``acceptance``.
         method, workload: whose; by default all workloads, and the one method that drafts.
         batches: rows; by default those of the profile, or up to 256.
         context: tokens of each row; by default the shortest of the profile, or 1024.
-        depth: the deepest draft; by default 8, or as deep as the recorded and profiled ones.
+        depth: the deepest draft; by default as deep as the acceptance goes, and the profile.
     """
 
     model: str | None = None
@@ -124,13 +129,17 @@ class SimulateConfig:
         return self._modelled() if self.profile is None else self._profiled(self.profile)
 
     def _modelled(self) -> Setup:
-        model, dtype = self.model or "llama-3.1-70b", self.dtype or "bfloat16"
-        target, width, drafter = load_shape(model), WIDTHS[dtype], self.drafter or "0"
+        model, dtype = self.model or _MODEL, self.dtype or "bfloat16"
+        target, width, recorded = load_shape(model), WIDTHS[dtype], self._recorded()
+        assumed = self._drafter(recorded, target)
+        acceptance = self._acceptance(recorded)
+        depth = acceptance.deepest
         scenario = Scenario(
             machine=self._machine(dtype).times(self.devices or 1),
             target=target,
-            drafter=make_drafter(drafter, target, width),
-            acceptance=self._acceptance(self._recorded(), self.depth),
+            drafter=make_drafter(assumed.drafter, target, width),
+            acceptance=acceptance,
+            deepest=min(depth, self.depth or depth, _DEEPEST),
             context=self.context or 1024,
             width=width,
         )
@@ -139,49 +148,98 @@ class SimulateConfig:
             scenario=scenario,
             model=model,
             dtype=dtype,
-            drafter=drafter,
+            drafter=assumed.drafter,
+            why=assumed.why,
             batches=batches,
-            assumptions=ASSUMPTIONS,
+            assumptions=(*ASSUMPTIONS, *_replayed(recorded, _AS_CHAIN)),
+            doubts=tuple(self._unsaid(model)),
         )
+
+    def _unsaid(self, model: str) -> list[str]:
+        """What is assumed without a word from the user."""
+        defaults = {
+            "model": None if self.model else _MODEL,
+            "device": None if self.device or self.tflops else _DEVICE,
+        }
+        taken = {name: value for name, value in defaults.items() if value}
+        lines = []
+        if taken:
+            named = " and ".join(f"{name} {value}" for name, value in taken.items())
+            others = " and ".join(map(option, taken))
+            lines.append(f"not said, and so by default: {named} ({others} to name others)")
+        if self.run is not None:
+            name = read_info(self.run)["target"].get("name", "another target")
+            lines.append(
+                f"acceptance was recorded for {name}; it is taken to be the same for {model}"
+            )
+        return lines
+
+    def _drafter(self, recorded: Sequence[RequestRecord], target: Shape) -> Assumed:
+        """The one named, else the one recorded."""
+        if self.drafter:
+            return Assumed(self.drafter, "as named")
+        if self.run is not None:
+            found = recorded_drafter(read_info(self.run), recorded[0].method, target)
+            return found._replace(why=f"assumed: {found.why}")
+        return _NOT_NAMED
 
     def _profiled(self, path: Path) -> Setup:
         # torch comes with these.
         from specbench import prediction, roofline
-        from specbench.profile import load_profile
+        from specbench.profile import (
+            drafts_trees,
+            load_profile,
+            profiled_name,
+            unknown_drafts,
+            variant_note,
+        )
 
         profile = load_profile(path)
         recorded = self._recorded()
         method = recorded[0].method if recorded else self.method
+        profiled = method and profiled_name(profile, method)
         context = self.context or prediction.Forwards(profile).contexts[0]
         # A drafter that is named counts, whatever was measured.
-        steps = prediction.Steps(profile, "" if self.drafter else method or "", context)
-        if method and not (self.drafter or steps.knows_drafts):
-            raise ValueError(f"{prediction.unknown_drafts(profile, method)}, or a --drafter")
-        depth = self.depth or min(_DEEPEST if recorded else _USUAL_DEPTH, steps.deepest)
+        steps = prediction.Steps(profile, "" if self.drafter else profiled or "", context)
+        if method and not (self.drafter or profiled):
+            raise ValueError(f"{unknown_drafts(profile, method)}, or a --drafter")
+        acceptance = self._acceptance(recorded)
+        depth = min(acceptance.deepest, self.depth or steps.deepest)
+        assumed = _NOT_NAMED
+        if self.drafter:
+            assumed = Assumed(self.drafter, "as named")
+        elif profiled:
+            assumed = Assumed(LOOK_UP, "")
         width = WIDTHS[profile.dtype]
         scenario = prediction.ProfiledScenario(
             machine=roofline.machine(profile),
             target=profile.shape,
-            drafter=make_drafter(self.drafter or "0", profile.shape, width),
-            acceptance=self._acceptance(recorded, depth),
+            drafter=make_drafter(assumed.drafter, profile.shape, width),
+            acceptance=acceptance,
+            deepest=depth,
             context=context,
             width=width,
             steps=steps,
         )
-        measured = f"{method}, as profiled" if steps.knows_drafts else "0"
+        draws_trees = steps.knows_drafts and drafts_trees(profile.steps[steps.method])
+        trees = "takes as many nodes as the profile's trees" if draws_trees else _AS_CHAIN
+        doubts = _doubts(self.run, method or "", profile) if self.run else []
+        if method and steps.knows_drafts and profiled != method:
+            doubts.append(variant_note(method, steps.method))
         return Setup(
             scenario=scenario,
             model=str(profile.target["name"]),
             dtype=profile.dtype,
-            drafter=self.drafter or measured,
+            drafter=steps.method if steps.knows_drafts else assumed.drafter,
+            why="as profiled" if steps.knows_drafts else assumed.why,
             batches=self.batches or tuple(profile.rows),
-            assumptions=prediction.ASSUMPTIONS,
-            doubts=tuple(_doubts(self.run, method or "", profile)) if self.run else (),
+            assumptions=(*prediction.ASSUMPTIONS, *_replayed(recorded, trees)),
+            doubts=tuple(doubts),
         )
 
     def _machine(self, dtype: str) -> Machine:
         if self.bandwidth_gb_s is None or self.tflops is None or self.overhead_us is None:
-            return load_machine(self.device or "H200", dtype)
+            return load_machine(self.device or _DEVICE, dtype)
         return Machine(
             name="custom device",
             bandwidth=self.bandwidth_gb_s * 1e9,
@@ -189,10 +247,8 @@ class SimulateConfig:
             overhead_s=self.overhead_us * 1e-6,
         )
 
-    def _acceptance(self, recorded: Sequence[RequestRecord], depth: int | None) -> Acceptance:
-        if recorded:
-            return Replayed(recorded, depth)
-        return Given(self.acceptance, depth or _USUAL_DEPTH)
+    def _acceptance(self, recorded: Sequence[RequestRecord]) -> Acceptance:
+        return Replayed(recorded) if recorded else Given(self.acceptance)
 
     def _recorded(self) -> list[RequestRecord]:
         """What one method made of the run's requests; nothing without a run."""
@@ -204,22 +260,39 @@ class SimulateConfig:
             if self.workload in (None, record.workload)
         ]
         drafting = sorted({r.method for r in requests if any(step[1] for step in r.steps)})
-        method = self.method or (drafting[0] if len(drafting) == 1 else None)
-        if method not in drafting:
+        on = f" on workload {self.workload!r}" if self.workload else ""
+        if self.method is None and len(drafting) > 1:
             raise ValueError(
-                f"{self.run} has no drafts of method {method!r}"
-                f"{f' on workload {self.workload!r}' if self.workload else ''}; valid: --method "
+                f"{self.run} has drafts of {len(drafting)} methods{on}; say which: --method "
+                f"{' or '.join(drafting)}"
+            )
+        method = self.method or "".join(drafting)
+        if method not in drafting:
+            of = f" of method {method!r}" if method else ""
+            raise ValueError(
+                f"{self.run} has no drafts{of}{on}; valid: --method "
                 f"{', '.join(drafting) or '(nothing was drafted)'}"
             )
         return [record for record in requests if record.method == method]
 
 
+def _replayed(recorded: Sequence[RequestRecord], trees: str) -> list[str]:
+    """What the replay of records assumes, and what a step of trees costs."""
+    if not recorded:
+        return []
+    own = [f"a step whose recorded draft was a tree {trees}"] if are_trees(recorded) else []
+    return [*assumptions(recorded), *own]
+
+
 def _doubts(run: Path, method: str, profile: "Profile") -> list[str]:
     """In what a run is not of what was profiled."""
+    from specbench.profile import profiled_name
+
     info, doubts = read_info(run), []
     if info["target"].get("weights_sha256") != profile.target["weights_sha256"]:
         doubts.append("the run's target has other weights, or another dtype, than the profile's")
-    ran, profiled = info["methods"].get(method, {}), profile.methods.get(method, {})
+    name = profiled_name(profile, method) or method
+    ran, profiled = info["methods"].get(method, {}), profile.methods.get(name, {})
     differing = [
         f"{key} {ran[key]} and {profiled[key]}"
         for key in ran
@@ -228,103 +301,3 @@ def _doubts(run: Path, method: str, profile: "Profile") -> list[str]:
     if differing:
         doubts.append(f"{method} ran and was profiled in other settings: {'; '.join(differing)}")
     return doubts
-
-
-def simulate(config: SimulateConfig) -> Page:
-    """What is predicted, as a page."""
-    setup = config.setup()
-    scenario = setup.scenario
-    points = [scenario.at(batch) for batch in sorted(set(setup.batches))]
-    target, machine = scenario.target, scenario.machine
-    ends = crossovers(points)
-    return [
-        Heading(f"Predicted, not measured: {setup.model} on {machine.name}", 1),
-        Note(
-            f"target: {_billions(target.num_weights)} weights, "
-            f"{_billions(target.num_active_weights)} of them active, in {setup.dtype}; context "
-            f"{scenario.context}"
-        ),
-        Note(
-            f"machine: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.3g} TFLOP/s, "
-            f"{machine.overhead_s * 1e6:.0f} us for each layer of a pass"
-        ),
-        Note(f"drafter: {setup.drafter}; acceptance: {_source(config)}"),
-        *(Note(doubt, "strong") for doubt in setup.doubts),
-        _batches(points),
-        _depths(points, scenario.acceptance, ends),
-        Note(_crossover(points, ends), "strong"),
-        Heading("Assumptions", 3),
-        *(Note(assumption) for assumption in setup.assumptions),
-    ]
-
-
-def _source(config: SimulateConfig) -> str:
-    if config.run is None:
-        return ", ".join(f"{chance:g}" for chance in config.acceptance) + " by position"
-    return " ".join(filter(None, ["recorded in", str(config.run), config.method, config.workload]))
-
-
-def _billions(number: float) -> str:
-    return f"{number / 1e9:.2f}B"
-
-
-def _batches(points: Sequence[Point]) -> Table:
-    columns = [
-        Column("batch"),
-        Column("vanilla ms /step"),
-        Column("vanilla tokens/s"),
-        Column("waits for", numbers=False),
-        Column("deepest verify waits for", numbers=False),
-        Column("best depth"),
-        Column("speed-up"),
-        Column("weights + KV GiB"),
-        Column("fits", numbers=False),
-    ]
-    rows = [
-        [
-            Cell(str(point.batch)),
-            Cell(f"{point.vanilla_s * 1e3:.2f}"),
-            Cell(f"{point.batch / point.vanilla_s:.0f}"),
-            Cell(point.vanilla_bound),
-            Cell(point.verify_bound),
-            Cell(str(point.best.depth)),
-            _gain(point.best.speed_up),
-            Cell(f"{point.memory.weights / 2**30:.1f} + {point.memory.kv / 2**30:.1f}"),
-            _fits(point.fits),
-        ]
-        for point in points
-    ]
-    return Table("by batch", columns, rows)
-
-
-def _depths(points: Sequence[Point], acceptance: Acceptance, ends: Sequence[int | None]) -> Table:
-    columns = [Column("depth"), Column("tokens /step")]
-    columns += [*(Column(f"B={point.batch}") for point in points), Column("pays below batch")]
-    rows = [
-        [
-            Cell(str(1 + i)),
-            Cell(f"{acceptance.tokens(1 + i):.2f}"),
-            *(_gain(point.speed_ups[i]) for point in points),
-            Cell(MISSING if end is None else str(end)),
-        ]
-        for i, end in enumerate(ends)
-    ]
-    return Table("speed-up by depth and batch", columns, rows)
-
-
-def _crossover(points: Sequence[Point], ends: Sequence[int | None]) -> str:
-    largest = points[-1].batch
-    if None in ends:
-        return f"Some depth pays up to the largest batch here, {largest}."
-    last = max(end for end in ends if end is not None)
-    return f"No depth pays from batch {last} on: switch speculation off there."
-
-
-def _gain(gain: float) -> Cell:
-    return Cell(f"{gain:.2f}x", "good" if gain > 1 else "bad" if gain < 1 else "")
-
-
-def _fits(fits: bool | None) -> Cell:
-    if fits is None:
-        return Cell(MISSING)
-    return Cell("yes") if fits else Cell("no", "bad")

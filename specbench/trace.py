@@ -79,6 +79,26 @@ def spans(trace: Trace, depth: int) -> list[Span]:
     return found
 
 
+def are_trees(records: Iterable[RequestRecord]) -> bool:
+    """Whether more nodes than levels were drafted in a step of them."""
+    return any(nodes > depth for record in records for nodes, depth, *_ in record.steps)
+
+
+def assumptions(records: Iterable[RequestRecord]) -> list[str]:
+    """What a replay of such records takes for granted."""
+    drafts = (
+        "recorded drafts are trees, of which the path that was taken is replayed, as if it"
+        if are_trees(records)
+        else "recorded drafts are chains, replayed as if they"
+    )
+    return [
+        f"{drafts} depended on committed tokens alone: a step of another depth would have been "
+        "right at the same positions",
+        "positions that were never tested, as that of the bonus behind a draft that was all "
+        "accepted, are right as often as the tested ones of all outputs, on the average",
+    ]
+
+
 class Replay(NamedTuple):
     """What came of a replay.
 

@@ -9,7 +9,7 @@ from specbench.comparison import OUTPUTS_PER_ROW, changing, compare
 from specbench.profile import write_profile
 from specbench.trace import Mark, Trace
 from tests.made_profiles import made_profile, made_steps
-from tests.made_runs import filed_run, paired
+from tests.made_runs import filed_run, output, paired, reference
 from tests.test_trace import TIMES
 
 RIGHT, WRONG = Mark.RIGHT, Mark.WRONG
@@ -23,7 +23,7 @@ def regrets(traces: list[Trace], batch: int) -> dict[str, float]:
 
 def test_where_all_is_right_the_deepest_draft_misses_next_to_nothing() -> None:
     found = regrets(ALWAYS, 1)
-    assert min(found, key=found.__getitem__) in ("fixed at 4", "confidence", "goodput", "survival")
+    assert min(found, key=found.__getitem__) in ("fixed at 4", "goodput", "survival")
     assert found["fixed at 4"] < 0.01 < found["fixed at 1"] < found["fixed at 0"]
 
 
@@ -76,6 +76,46 @@ def test_the_command_shows_each_controller_at_each_batch(
     assert all(f"{load} tokens/s" in shown for load in ("B=1", "B=4", "changing"))
 
 
+def test_controllers_that_go_by_chances_alone_are_not_compared_unless_asked_for(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "compare run --profile here.json --method echo --batches 1 --format md"
+    assert main(words.split()) == 0
+    assert "confidence" not in capsys.readouterr().out
+    assert main([*words.split(), "--controllers", "confidence:threshold=0.3,ema"]) == 0
+    shown = capsys.readouterr().out
+    assert "confidence:threshold=0.3 goes by the drafter's chances alone" in shown
+    assert "ema goes by" not in shown and "recorded drafts are chains" in shown
+
+
+def test_of_trees_it_is_said_what_is_replayed(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filed_run(at / "trees", [reference("a"), output("echo", "a", (6, 3, 2, 3), (2, 1, 0, 1))])
+    words = "compare trees --profile here.json --method echo --batches 1 --format md"
+    for steps, cost in [
+        (made_steps(nodes=2), "the profile's trees of its depth cost"),
+        (made_steps(), "the profile's chains, though trees were recorded,"),
+    ]:
+        write_profile(at / "here.json", made_profile(steps={"echo": steps}))
+        assert main(words.split()) == 0
+        shown = capsys.readouterr().out
+        assert "are trees, of which the path that was taken is replayed" in shown
+        assert cost in shown and "drafts are chains" not in shown
+
+
+def test_a_variant_takes_the_steps_of_what_it_is_a_variant_of(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filed_run(at / "sweep", paired("echo@d2", 2, num_prompts=8), workloads={"code": {}})
+    words = "compare sweep --profile here.json --method echo@d2 --batches 1 --format md"
+    note = "no steps of echo@d2; those of echo, of which it is a variant, are taken"
+    assert main(words.split()) == 0
+    assert note in capsys.readouterr().out
+    own = {"echo": made_steps(), "echo@d2": made_steps()}
+    write_profile(at / "here.json", made_profile(steps=own))
+    assert main(words.split()) == 0
+    assert note not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -84,6 +124,8 @@ def test_the_command_shows_each_controller_at_each_batch(
         ("--method vanilla", "the profile has no drafts of method 'vanilla'"),
         ("--method echo --batches 9", "--batches 9 is beyond the profile; valid: 1..4"),
         ("--method echo --controllers fixt", "unknown controller 'fixt' (did you mean 'fixed'?)"),
+        ("--method echo --controllers by_batch", "for example by_batch:depths=4:2/16:0"),
+        ("--method echo --batches 1 --controllers ema:tiers=x", "whole numbers, as 1/3/7"),
     ],
 )
 def test_bad_usage_is_one_line(

@@ -15,6 +15,7 @@ from specbench.depth import (
     Admission,
     ByBatch,
     Calibration,
+    Choice,
     Confidence,
     DepthController,
     Ema,
@@ -26,7 +27,13 @@ from specbench.depth import (
     Survival,
     make_controller,
 )
-from specbench.depth.calibration import Sample, check_calibration, expected_error, reliability
+from specbench.depth.calibration import (
+    LEAST_DRAFTS,
+    Sample,
+    check_calibration,
+    expected_error,
+    reliability,
+)
 from specbench.depth.feedback import best_threshold
 from specbench.method import Budget, Proposal, Row, Step, Verdict
 from specbench.sampling import Sampling
@@ -81,8 +88,21 @@ def test_calibration_is_checked_on_texts_that_it_was_not_fitted_to() -> None:
     random = np.random.default_rng(0)
     texts = [[Sample((0.9,), int(random.random() < 0.5)) for _ in range(300)] for _ in range(8)]
     (found,) = check_calibration(texts)
-    assert found.num == 1200 and found.temperature > 5
-    assert found.believed == pytest.approx(0.4, abs=0.05) and found.calibrated < 0.1
+    assert found.num == found.num_fitted == 1200 and (found.temperature or 0) > 5
+    assert found.believed == pytest.approx(0.4, abs=0.05) and (found.calibrated or 1) < 0.1
+    assert found.helped
+
+
+def test_nothing_is_fitted_to_few_drafts() -> None:
+    """Of depth 2 there is one too few; it is shown how well the chances do as they are."""
+    deep, flat = Sample((0.9, 0.9), 0), Sample((0.9,), 0)
+    text = [deep] * (LEAST_DRAFTS - 1) + [flat] * 9
+    first, second = check_calibration([text, text])
+    assert first.temperature and first.at_bound and first.num_fitted == LEAST_DRAFTS + 8
+    assert (second.temperature, second.calibrated, second.helped) == (None, None, False)
+    assert second.num_fitted == second.num == LEAST_DRAFTS - 1 and second.believed > 0.7
+    assert Calibration.fit(text).temperatures[1:] == (1.0,)
+    assert Calibration.fit(text[: LEAST_DRAFTS - 1]) == Calibration()
 
 
 def test_off_above_batch_drafts_nothing_from_that_batch_on() -> None:
@@ -99,6 +119,14 @@ def test_what_was_switched_off_stays_off_if_sticky() -> None:
         assert depths(controller, [old[0], *new]) == [left, 3]
         controller.reset()
         assert depths(controller, old[:1]) == [3]
+
+
+def test_a_missing_knob_is_named_with_an_example() -> None:
+    message = "by_batch needs its knob depths: .*; for example by_batch:depths=4:2/16:0"
+    for text in ("by_batch", "by_batch:"):
+        with pytest.raises(ValueError, match=message):
+            Choice.read(text)
+    assert Choice.read("goodput").knobs == {}
 
 
 def test_by_batch_reads_its_table() -> None:

@@ -138,9 +138,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_scenario_on_a_profile_takes_its_steps(path: Path) -> None:
-    setup = SimulateConfig(acceptance=(0.5,), profile=path, method="echo").setup()
+    setup = SimulateConfig(acceptance=(0.5,) * 9, profile=path, method="echo").setup()
     assert setup.batches == (1, 2, 4) and setup.scenario.context == 16
-    assert isinstance(setup.scenario.acceptance, Given) and setup.scenario.acceptance.deepest == 3
+    assert isinstance(setup.scenario.acceptance, Given) and setup.scenario.deepest == 3
     point = setup.scenario.at(1)
     assert point.vanilla_s == 1.25
     assert point.speed_ups == pytest.approx(
@@ -163,8 +163,16 @@ def test_the_command_says_that_steps_are_interpolated(
     assert "Predicted, not measured: tiny on Made-up CPU, as profiled" in shown
     assert "interpolated from the profile, not modelled" in shown
     assert "vendor's peaks" not in shown
-    assert "drafter: echo, as profiled" in shown and "| 3 | 2.00 |" in shown
+    assert "drafter: echo (as profiled)" in shown and "| 3 | 2.00 |" in shown
     assert "the run's target has other weights" in shown and "other settings" not in shown
+
+
+def test_a_variant_takes_the_steps_of_what_it_is_a_variant_of(path: Path, tmp_path: Path) -> None:
+    records: list[Record] = [reference("a"), output("echo@d2", "a", (2, 2, 2, 3), (1, 1, 0, 1))]
+    filed_run(tmp_path / "run", records)
+    setup = SimulateConfig(run=tmp_path / "run", profile=path, method="echo@d2").setup()
+    assert setup.drafter == "echo" and setup.scenario.at(1).best.depth >= 0
+    assert "those of echo, of which it is a variant, are taken" in setup.doubts[-1]
 
 
 def test_what_does_not_belong_together_is_said(path: Path, tmp_path: Path) -> None:
@@ -189,7 +197,7 @@ def test_what_does_not_belong_together_is_said(path: Path, tmp_path: Path) -> No
         ("--acceptance 0.5 --tflops 3", "--tflops: the profile says that"),
         ("--acceptance 0.5 --batches 8", "batch 8 is beyond the profile; valid: 1..4"),
         ("--acceptance 0.5 --context 9", "--context 9 is beyond the profile; valid: 16..64"),
-        ("--acceptance 0.5 --method echo --depth 4", "--depth 4 is beyond the profile"),
+        ("--acceptance 0.5,0.5,0.5,0.5 --method echo --depth 4", "--depth 4 is beyond the profile"),
         ("--acceptance 0.5 --method eco", "(did you mean 'echo'?); valid: echo, or a --drafter"),
         ("--acceptance 0.5 --profile gone.json", "no profile gone.json"),
     ],

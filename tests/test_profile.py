@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from specbench.depth.calibration import Sample
 from specbench.profile import load_profile, step_table, write_profile
+from specbench.profile_page import page
+from specbench.tables import Note
 from tests.made_profiles import made_passes, made_profile, made_steps
 
 
@@ -96,3 +99,30 @@ def test_a_step_table_has_medians_by_rows_and_depth() -> None:
     assert table.step_s([1, 1, 1]) == pytest.approx((0.5 + 0.25 + 3 + 0.5 + 0.25 + 5) / 2)
     drafts = step_table(made_steps(), lambda one: one.draft_s)
     assert drafts.step_s([1, 3]) == 1.0
+
+
+def notes(**parts: Any) -> str:
+    """What the page says below its tables."""
+    return "\n".join(one.text for one in page(made_profile(**parts)) if isinstance(one, Note))
+
+
+def test_why_a_method_is_not_in_the_table_of_chances_is_said() -> None:
+    steps = {
+        "tree": made_steps(nodes=2),
+        "silent": made_steps(),
+        "vanilla": made_steps(depths=(0,)),
+    }
+    shown = notes(steps=steps, samples={"tree": [[Sample((), 0)]] * 2})
+    assert "tree is not in the table of chances: it drafts trees" in shown
+    assert "silent is not in the table of chances: no draft with chances" in shown
+    assert "vanilla" not in shown
+
+
+def test_where_nothing_was_fitted_or_it_did_not_help_is_said() -> None:
+    shown = notes(samples={"echo": [[Sample((0.9,), 1)] * 9] * 2})
+    assert "echo: no temperature is fitted from depth 1 on, where there are 9 drafts" in shown
+    fitted = [[Sample((0.9,), 0)] * 99, [Sample((0.9,), 1)] * 99]
+    assert "echo: calibration did not help on the held-out texts at depth 1" in notes(
+        samples={"echo": fitted}
+    )
+    assert "did not help" not in notes(samples={"echo": [fitted[0]] * 2})

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from specbench.cli import main
 from specbench.costs import Shape, forward_cost
 from specbench.drafter_costs import Draft
 from specbench.machines import Machine, device_names, load_machine, load_shape, shape_names
+from specbench.recorded_drafter import recorded_drafter
 from specbench.records import Record
 from specbench.scenario import (
     Given,
@@ -33,7 +35,7 @@ BUSY = Machine(name="busy", bandwidth=1e18, rate=1e9, overhead_s=0)
 
 
 def scenario(machine: Machine, drafter: str = "0", **acceptance: float) -> Scenario:
-    given = Given((acceptance.get("alpha", 0.8),), 4)
+    given = Given((acceptance.get("alpha", 0.8),) * 4)
     return Scenario(
         machine=machine,
         target=SMALL,
@@ -82,10 +84,12 @@ def test_the_crossover_lies_where_passes_become_compute_bound() -> None:
     assert deepest is not None and balance / 2 <= deepest <= 2 * balance
 
 
-def test_given_acceptance_goes_on_as_it_ends() -> None:
-    given = Given((0.9, 0.5), 4)
-    assert given.tokens(1) == 1.9
-    assert given.tokens(3) == pytest.approx(1 + 0.9 + 0.45 + 0.225)
+def test_of_deeper_drafts_than_acceptance_is_given_for_nothing_is_said() -> None:
+    given = Given((0.9, 0.5))
+    assert given.tokens(1) == 1.9 and given.tokens(2) == pytest.approx(1 + 0.9 + 0.45)
+    assert given.deepest == 2
+    with pytest.raises(AssertionError, match="nothing is said"):
+        given.tokens(3)
     with pytest.raises(ValueError, match="out of range"):
         Given((1.2,))
 
@@ -94,7 +98,7 @@ def test_recorded_outputs_are_replayed_at_another_depth() -> None:
     # Right at positions 0 1 2 4 5, wrong at 3; nothing was offered at 6.
     record = output("echo", "a", (4, 4, 3, 4), (2, 2, 2, 3))
     replayed = Replayed([record])
-    assert replayed.deepest == 4 and Replayed([record], 2).deepest == 2
+    assert replayed.deepest == 4
     assert replayed.tokens(4) == 7 / 2
     assert replayed.nodes(4) == (4 + 2) / 2
     assert replayed.tokens(1) == 7 / 4
@@ -154,10 +158,10 @@ def test_a_shape_comes_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_command_states_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "simulate --acceptance 0.8,0.7 --batches 1,64,4096 --drafter 0.05 --depth 3"
+    words = "simulate --acceptance 0.8,0.7,0.7 --batches 1,64,4096 --drafter 0.05 --devices 16"
     assert main([*words.split(), "--format", "md"]) == 0
     shown = capsys.readouterr().out
-    assert "Predicted, not measured: llama-3.1-70b on H200" in shown
+    assert "Predicted, not measured: llama-3.1-70b on 16 x H200" in shown
     assert "max(bytes / bandwidth, FLOPs / rate)" in shown
     assert "| 3 | 2.75 |" in shown
     assert "switch speculation off" in shown
@@ -172,11 +176,112 @@ def test_recorded_steps_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixtu
         output("echo", "a", (3, 3, 2, 3), (1, 1, 0, 1)),
     ]
     filed_run(tmp_path / "run", records)
-    assert main(["simulate", str(tmp_path / "run"), "--format", "md"]) == 0
+    assert main(["simulate", str(tmp_path / "run"), "--drafter", "0", "--format", "md"]) == 0
     shown = capsys.readouterr().out
     assert "| 1 | 1.33 |" in shown and "| 3 | 2.00 |" in shown and shown.count("\n| 4 |") == 1
     assert main(["simulate", str(tmp_path / "run"), "--method", "vanilla"]) == 2
     assert "valid: --method echo" in capsys.readouterr().err
+
+
+def test_what_nobody_said_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--acceptance", "0.8", "--format", "md"]) == 0
+    shown = capsys.readouterr().out
+    assert "drafter: 0 (assumed: a free look-up, as no --drafter was named)" in shown
+    assert "by default: model llama-3.1-70b and device H200" in shown
+    words = "simulate --acceptance 0.8 --model llama-3.2-1b --device H100 --drafter heads"
+    assert main([*words.split(), "--format", "md"]) == 0
+    shown = capsys.readouterr().out
+    assert "by default" not in shown and "drafter: heads (as named)" in shown
+
+
+def test_depths_end_where_acceptance_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --acceptance 0.8,0.7,0.6 --batches 1 --format md"
+    ends = "depths end at 3: no acceptance is given beyond that"
+    for depth, last, is_said in [("", 3, True), ("--depth 8", 3, True), ("--depth 2", 2, False)]:
+        assert main([*words.split(), *depth.split()]) == 0
+        shown = capsys.readouterr().out
+        assert f"\n| {last} |" in shown and f"\n| {last + 1} |" not in shown
+        assert (ends in shown) == is_said
+
+
+def test_batches_that_do_not_fit_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --acceptance 0.8 --format md --batches"
+    assert main([*words.split(), "1,16,256"]) == 0
+    shown = capsys.readouterr().out
+    assert "pays up to the largest batch here that fits, 16. Batches that do not" in shown
+    assert "left out: 256" in shown and "B=16" in shown and "B=256" not in shown
+    assert main([*words.split(), "256"]) == 0
+    assert "No batch here fits into the memory (256)" in capsys.readouterr().out
+
+
+TARGET = {"name": "tiny", "dtype": "float32", "num_parameters": 1000}
+
+
+@pytest.mark.parametrize(
+    ("about", "drafter", "why"),
+    [
+        ({"extra_bytes": 0}, "0", "has no weights"),
+        ({"extra_bytes": 9, "num_heads": 4}, "heads", "4 heads"),
+        ({"taps": [1], "num_parameters": 50}, "features", "hidden states"),
+        ({"num_parameters": 250}, "0.25", "0.25 of its target's"),
+        ({"extra_bytes": 0, "exit_layer": 6, "layers_passed_by": [6, 7, 8]}, "layers:3", "6 of 9"),
+        ({"extra_bytes": 9, "exit_layer": 0, "layers_passed_by": [1, 2, 3]}, "exit:1", "1 of 4"),
+    ],
+)
+def test_the_drafter_is_the_recorded_one(about: dict[str, Any], drafter: str, why: str) -> None:
+    assumed = recorded_drafter({"methods": {"m": about}, "target": TARGET}, "m", SMALL)
+    assert assumed.drafter == drafter and why in assumed.why
+    assert make_drafter(drafter, SMALL, 2).weight_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [
+        (None, "does not say what it is"),
+        ({"extra_bytes": 9}, "does not say what it is"),
+        ({"num_parameters": 1000}, "not known to be smaller"),
+        ({"extra_bytes": 0, "exit_layer": 0, "layers_passed_by": [2]}, "of how many"),
+    ],
+)
+def test_a_drafter_that_cannot_be_known_is_asked_for(
+    about: dict[str, Any] | None, why: str
+) -> None:
+    info = {"methods": {} if about is None else {"m": about}, "target": TARGET}
+    with pytest.raises(ValueError, match=f"{why}.*; valid: --drafter a share .*llama-3.2"):
+        recorded_drafter(info, "m", SMALL)
+
+
+def test_layers_that_drafted_are_not_verified_again() -> None:
+    whole, stack, trained = (scenario(IDLE, name) for name in ("0", "layers:2", "exit:2"))
+    assert 0 < stack.step(1, 2).forward_s < whole.step(1, 2).forward_s
+    assert stack.step(1, 0) == whole.step(1, 0)
+    assert 0 < stack.step(1, 2).draft_s < trained.step(1, 2).draft_s
+    for name in ("layers:0", "layers:4", "exit:x"):
+        with pytest.raises(ValueError, match="out of range; valid"):
+            make_drafter(name, SMALL, 2)
+
+
+def test_of_several_methods_one_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: list[Record] = [reference("a")]
+    records += [output(name, "a", (3, 3, 2, 3), (1, 1, 0, 1)) for name in ("echo", "other")]
+    filed_run(tmp_path / "run", records)
+    assert main(["simulate", str(tmp_path / "run")]) == 2
+    assert "of 2 methods; say which: --method echo or other" in capsys.readouterr().err
+    assert main(["simulate", str(tmp_path / "run"), "--method", "echo"]) == 2
+    assert "which drafter echo is on another machine" in capsys.readouterr().err
+
+
+def test_a_replay_says_what_was_never_tested_and_what_trees_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filed_run(tmp_path / "run", [reference("a"), output("echo", "a", (6, 3, 3, 4))])
+    assert main(["simulate", str(tmp_path / "run"), "--drafter", "0", "--format", "md"]) == 0
+    shown = capsys.readouterr().out
+    assert "as often as the tested ones of all outputs, on the average" in shown
+    assert "recorded drafts are trees, of which the path that was taken is replayed" in shown
+    assert "this promises too much" in shown
 
 
 @pytest.mark.parametrize(

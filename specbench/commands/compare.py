@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
     add = partial(compare.add_argument, default=argparse.SUPPRESS)
     add("--workload", metavar="X", help="on what (all)")
     add("--batches", metavar="B,C", type=numbers, help="rows at a time (the profile's)")
-    add("--controllers", metavar="A,B", type=controllers, help="with their knobs (six of them)")
+    add("--controllers", metavar="A,B", type=controllers, help="with their knobs (five of them)")
     add("--depth", metavar="N", type=int, help="the deepest draft (the profile's)")
     add_format(compare)
 

@@ -31,7 +31,12 @@ def add(commands: Commands) -> None:
     )
     add("--method", metavar="M", help="whose steps (the one that drafts)")
     add("--workload", metavar="X", help="on what (all)")
-    add("--acceptance", metavar="A,B", type=floats, help="chance by position, without a run")
+    add(
+        "--acceptance",
+        metavar="A,B",
+        type=floats,
+        help="chance by position, and so how deep, without a run",
+    )
     add("--model", metavar="T", help="name, folder, config.json or Hub name (llama-3.1-70b)")
     add("--device", metavar="D", help="A100, H100, H200, L40S or RTX4090 (H200)")
     add("--devices", metavar="N", type=int, help="how many hold the model (1)")
@@ -43,20 +48,25 @@ def add(commands: Commands) -> None:
     add(
         "--drafter",
         metavar="R",
-        help="cost of a level over the target's step (0: look-up), heads, features or a model; "
-        "with a profile, in place of what it has of the method",
+        help="cost of a level over the target's step (0: look-up), heads, features, layers:N, "
+        "exit:N or a model (as recorded, or profiled)",
     )
     add("--batches", metavar="B,C", type=numbers, help="batch sizes (1,2,4,...,256, or profiled)")
     add("--context", metavar="N", type=int, help="tokens of each row (1024, or profiled)")
-    add("--depth", metavar="N", type=int, help="the deepest draft (8, or as recorded and profiled)")
+    add(
+        "--depth",
+        metavar="N",
+        type=int,
+        help="the deepest draft (as the acceptance goes, and the profile)",
+    )
     add_format(simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from specbench.simulate import SimulateConfig, simulate
+    from specbench.simulate import SimulateConfig
+    from specbench.simulate_page import page
 
-    page = simulate(SimulateConfig(**given(arguments, "format")))
-    show(page, arguments.format)
+    show(page(SimulateConfig(**given(arguments, "format"))), arguments.format)
     return EXIT_DONE
 
 

@@ -17,6 +17,10 @@ from specbench.stats import Floats
 
 _TEMPERATURES = np.geomspace(0.1, 10, 81)
 _LEAST = 1e-6
+LEAST_DRAFTS = 50
+"""The fewest drafts of a depth that a temperature is fitted to: how often so many are taken is
+known to 0.07 (a standard error), about what the fit is to tell apart. With fewer it would follow
+chance to a bound."""
 
 
 class Sample(NamedTuple):
@@ -71,10 +75,12 @@ class Calibration:
     def fit(samples: Sequence[Sample]) -> "Calibration":
         """The temperatures that make survival, the product of the chances down to a depth, agree
         best with how often it came true; fitted from the first depth on, each with those before
-        it held."""
+        it held. From where there are fewer than `LEAST_DRAFTS` on, chances are believed."""
         temperatures: list[float] = []
         for depth in range(1, 1 + max((len(s.chances) for s in samples), default=0)):
             deep = [s for s in samples if len(s.chances) >= depth]
+            if len(deep) < LEAST_DRAFTS:
+                return Calibration((*temperatures, 1.0) if temperatures else ())
             before = Calibration(tuple(temperatures)).survivals(deep, depth - 1)
             own = np.array([s.chances[depth - 1] for s in deep])
             survived = np.array([s.matched >= depth for s in deep], dtype=np.float64)
@@ -95,29 +101,59 @@ class Calibration:
 
 class Reliability(NamedTuple):
     """How far a drafter's survival down to a depth, the product of its chances, can be believed:
-    expected calibration errors on texts that nothing was fitted to."""
+    expected calibration errors on texts that nothing was fitted to.
+
+    Args:
+        depth: down to which.
+        num_fitted: drafts so deep that there are to fit to.
+        num: those to check on, 1 or more.
+        temperature: that was fitted; None where there are too few drafts.
+        believed: the error of the chances as they are.
+        calibrated: after the temperatures; None where there is none.
+    """
 
     depth: int
+    num_fitted: int
     num: int
-    temperature: float
+    temperature: float | None
     believed: float
-    """As it is."""
-    calibrated: float
+    calibrated: float | None
+
+    @property
+    def at_bound(self) -> bool:
+        """Whether a temperature beyond those that were tried might fit better."""
+        return self.temperature in (_TEMPERATURES[0], _TEMPERATURES[-1])
+
+    @property
+    def helped(self) -> bool:
+        """Whether the error is less after calibration."""
+        return self.calibrated is not None and self.calibrated < self.believed
 
 
 def check_calibration(texts: Sequence[Sequence[Sample]]) -> list[Reliability]:
     """Fits to the samples of every other text and checks on the rest, by depth."""
-    fitted = Calibration.fit([sample for text in texts[::2] for sample in text])
-    held_out = [sample for text in texts[1::2] for sample in text]
+    to_fit, held_out = ([s for text in texts[part::2] for s in text] for part in (0, 1))
+    fitted = Calibration.fit(to_fit)
     found = []
-    for depth, temperature in enumerate(fitted.temperatures, start=1):
+    for depth in range(1, 1 + max((len(s.chances) for s in held_out), default=0)):
         deep = [sample for sample in held_out if len(sample.chances) >= depth]
         survived = np.array([sample.matched >= depth for sample in deep], dtype=np.float64)
         believed, calibrated = (
             expected_error(calibration.survivals(deep, depth), survived)
             for calibration in (Calibration(), fitted)
         )
-        found.append(Reliability(depth, len(deep), temperature, believed, calibrated))
+        num_fitted = sum(len(sample.chances) >= depth for sample in to_fit)
+        is_fitted = num_fitted >= LEAST_DRAFTS
+        found.append(
+            Reliability(
+                depth=depth,
+                num_fitted=num_fitted,
+                num=len(deep),
+                temperature=fitted.temperatures[depth - 1] if is_fitted else None,
+                believed=believed,
+                calibrated=calibrated if is_fitted else None,
+            )
+        )
     return found
 
 

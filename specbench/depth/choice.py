@@ -4,7 +4,7 @@ written with slashes: ``by_batch:depths=4:2/16:0``, ``ema:tiers=1/3/7``."""
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbench.depth.controller import Bounded, DepthController
 from specbench.depth.feedback import Confidence, Ema, Heuristic
@@ -44,14 +44,27 @@ def _read_table(text: str) -> dict[int, int]:
     return {int(key): int(value) for key, value in pairs}
 
 
-_READERS: Mapping[Any, tuple[Callable[[str], Any], str]] = {
-    bool: (_read_bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    Sequence: (_read_numbers, "whole numbers, 1/3/7"),
-    Mapping: (_read_table, "batch sizes with their depths, 4:2/16:0"),
+class _Reader(NamedTuple):
+    """How a knob's text is read, what it may be, and an example."""
+
+    read: Callable[[str], Any]
+    what: str
+    example: str
+
+    @property
+    def valid(self) -> str:
+        """For messages."""
+        return f"{self.what}, as {self.example}"
+
+
+_READERS: Mapping[Any, _Reader] = {
+    bool: _Reader(_read_bool, "true or false", "true"),
+    int: _Reader(int, "a whole number", "4"),
+    float: _Reader(float, "a number", "0.4"),
+    Sequence: _Reader(_read_numbers, "whole numbers", "1/3/7"),
+    Mapping: _Reader(_read_table, "batch sizes with their depths", "4:2/16:0"),
 }
-"""By type: how a knob's text is read, and what it may be."""
+"""By type."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,14 @@ class Choice:
                     f"controller {name} has no knob {knob!r}{suggest(knob, kinds)}; valid: "
                     f"{', '.join(kinds) or 'none'}"
                 )
-            read, valid = _READERS[kinds[knob]]
+            reader = _READERS[kinds[knob]]
             try:
-                knobs[knob] = read(value)
+                knobs[knob] = reader.read(value)
             except (ValueError, KeyError) as error:
                 raise ValueError(
-                    f"controller {name}: {knob} {value!r} is not valid; valid: {valid}"
+                    f"controller {name}: {knob} {value!r} is not valid; valid: {reader.valid}"
                 ) from error
+        _check_given(name, kinds, knobs)
         choice = Choice(name, knobs)
         choice.make(MethodConfig(), _NoTimes())
         return choice
@@ -103,6 +117,11 @@ class Choice:
     def takes_calibration(self) -> bool:
         """Whether it goes by the drafter's own chances, and how far these can be believed."""
         return "calibration" in _parameters(self.name)
+
+    @property
+    def needs_chances(self) -> bool:
+        """Whether the drafter's chances are all that it goes by."""
+        return CONTROLLERS[self.name].needs_chances
 
     def make(
         self,
@@ -148,6 +167,17 @@ def _kinds(name: str) -> dict[str, Any]:
     own = [p for p in _parameters(name).values() if p.kind is p.KEYWORD_ONLY]
     kinds = {p.name: getattr(p.annotation, "__origin__", p.annotation) for p in own}
     return {knob: kind for knob, kind in kinds.items() if knob not in MEASURED}
+
+
+def _check_given(name: str, kinds: Mapping[str, Any], knobs: Mapping[str, Any]) -> None:
+    """Holds a choice to the knobs that have no default."""
+    for knob, kind in kinds.items():
+        if knob not in knobs and _parameters(name)[knob].default is inspect.Parameter.empty:
+            reader = _READERS[kind]
+            raise ValueError(
+                f"controller {name} needs its knob {knob}: {reader.what}; for example "
+                f"{name}:{knob}={reader.example}"
+            )
 
 
 def make_controller(name: str, depth: int, max_nodes: int, **knobs: Any) -> DepthController:

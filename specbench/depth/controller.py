@@ -61,6 +61,8 @@ class DepthController(ABC):
 
     reads_drafts: ClassVar[bool] = False
     """Whether it is asked what to admit; else all is."""
+    needs_chances: ClassVar[bool] = False
+    """Whether the drafter's chances are all that it goes by."""
 
     @abstractmethod
     def choose(self, rows: Sequence[Row]) -> list[Budget]:

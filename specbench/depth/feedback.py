@@ -56,6 +56,7 @@ class Confidence(Bounded):
     """
 
     reads_drafts = True
+    needs_chances = True
 
     def __init__(
         self, depth: int, max_nodes: int, *, threshold: float = 0.4, adaptive: bool = False
