@@ -75,6 +75,8 @@ class Format(Generic[R]):
         """
         try:
             info: dict[str, Any] = json.loads((folder / self.info).read_text(encoding="utf-8"))
+            if not isinstance(info, dict):
+                raise TypeError(f"{self.info} is no JSON object")
             schema = info["schema"]
         except FileNotFoundError:
             raise ValueError(
@@ -118,15 +120,17 @@ class Format(Generic[R]):
         """
         try:
             text = path.read_text(encoding="utf-8")
-            lines = [json.loads(line) for line in text.splitlines()]
-            header = lines.pop(0)
+            lines: list[Any] = [json.loads(line) for line in text.splitlines()]
+            header: Any = lines.pop(0) if lines else None
+            if not isinstance(header, dict):
+                raise TypeError("it has no header")
             schema = header["schema"]
         except (OSError, ValueError, IndexError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a readable result file: {in_one_line(error)}"
             ) from error
         _check_schema(path, schema)
-        shard, expected = header.get("shard"), header.get("num_records")
+        shard, expected = str(header.get("shard")), header.get("num_records")
         if shard_path(Path(), shard).name != path.name:
             raise ValueError(f"{path} holds shard {shard!r}; a shard's file bears its name")
         if expected != len(lines):

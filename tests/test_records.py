@@ -103,7 +103,10 @@ def test_a_file_of_endless_brackets_is_refused(folder: Path) -> None:
 
 def test_an_empty_file_is_refused(folder: Path) -> None:
     shard_path(folder, "code-0").write_text("")
-    with pytest.raises(ValueError, match="is not a readable result file"):
+    with pytest.raises(ValueError, match="is not a readable result file: it has no header"):
+        read_run(folder)
+    (folder / "run.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"holds no readable run: run\.json is no JSON object"):
         read_run(folder)
 
 

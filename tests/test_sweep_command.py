@@ -13,6 +13,7 @@ from specbench.conformance.models import save_tiny_model
 from specbench.plan import Plan
 from specbench.records import Run as Records
 from specbench.records import read_run, shard_path
+from specbench.sweep.running import SCHEMA_VERSION
 from tests.tiny_runs import inodes, installed_methods, write_prompts
 
 Run = Callable[..., int]
@@ -167,3 +168,27 @@ def test_settings_of_another_schema_are_refused(specbench: Run, tmp_path: Path) 
     about = {"schema": 99, "settings": {}, "batches": [], "unready": {}, "notes": []}
     (tmp_path / "sweep.json").write_text(json.dumps(about))
     assert specbench("sweep", "--report", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("batches", "x"), ("unready", 3), ("notes", None), ("settings", [])],
+)
+def test_a_sweep_file_that_was_edited_is_refused_by_name(
+    specbench: Run, key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"schema": SCHEMA_VERSION, "settings": {}, "batches": [], "unready": {}, "notes": []}
+    (tmp_path / "sweep.json").write_text(json.dumps(about | {key: value}))
+    for how in ("--report", "--resume"):
+        assert specbench("sweep", how, tmp_path) == 2
+        assert f"holds no readable sweep: {key} of sweep.json is" in capsys.readouterr().err
+
+
+def test_a_run_in_the_folder_of_another_batch_size_is_refused(
+    specbench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SETTINGS.split(), "--methods", "ngram", "--no-ray"]
+    assert specbench("sweep", *words, "--out", tmp_path / "sweep") == 0
+    shutil.copytree(tmp_path / "sweep" / "batch-1", tmp_path / "sweep" / "batch-3")
+    assert specbench("sweep", "--report", tmp_path / "sweep") == 2
+    assert "batch-3 is a run of batch size 1" in capsys.readouterr().err

@@ -71,6 +71,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from specbench.records import read_run
     from specbench.tables import print_page
 
+    if arguments.markdown and arguments.markdown == arguments.junit:
+        raise ValueError(f"--markdown and --junit both name {arguments.junit}; valid: two files")
     given = {key: vars(arguments)[key] for key in ("margin", "allow") if key in arguments}
     done = check(
         read_run(baselines.find_baseline(arguments.baseline)),

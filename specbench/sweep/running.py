@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from specbench import cluster, plan
 from specbench.files import write_atomically
 from specbench.filing import what_else
@@ -22,6 +24,15 @@ from specbench.sweep.config import SweepConfig
 
 SCHEMA_VERSION = 1
 _FOLDER = re.compile(r"batch-(\d+)")
+
+
+_KEPT: dict[str, Any] = {
+    "settings": dict[str, Any],
+    "batches": list[int],
+    "unready": dict[str, str],
+    "notes": list[str],
+}
+"""What ``sweep.json`` holds beside its schema."""
 
 
 @dataclass
@@ -181,7 +192,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     """
     try:
         about: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        found = {key: about[key] for key in ("schema", "settings", "batches", "unready", "notes")}
+        found = {key: about[key] for key in ("schema", *_KEPT)}
     except FileNotFoundError:
         raise ValueError(
             f"{folder} holds no sweep: there is no sweep.json in it{what_else(folder)}"
@@ -193,6 +204,13 @@ def read_about(folder: Path) -> dict[str, Any]:
             f"{folder}/sweep.json has schema version {found['schema']}; this version of specbench "
             f"reads {SCHEMA_VERSION}"
         )
+    for key, kind in _KEPT.items():
+        try:
+            TypeAdapter(kind).validate_python(found[key], strict=True)
+        except ValidationError:
+            raise ValueError(
+                f"{folder} holds no readable sweep: {key} of sweep.json is {found[key]!r}"
+            ) from None
     return found
 
 
@@ -210,4 +228,8 @@ def read_runs(folder: Path) -> dict[int, Run]:
     }
     if not found:
         raise ValueError(f"{folder} holds a sweep of which nothing was measured yet")
-    return {batch: read_run(found[batch]) for batch in sorted(found)}
+    runs = {batch: read_run(found[batch]) for batch in sorted(found)}
+    for batch, run in runs.items():
+        if (size := run.info["settings"]["batch_size"]) != batch:
+            raise ValueError(f"{run.folder} is a run of batch size {size}; valid: its own name")
+    return runs
