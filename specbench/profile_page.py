@@ -188,7 +188,7 @@ def _reliability(profile: Profile) -> list[Note | Table]:
     found = {
         name: check_calibration(texts)
         for name, texts in profile.samples.items()
-        if not drafts_trees(profile.steps[name])
+        if not drafts_trees(profile.steps.get(name, ()))
     }
     columns = [
         Column("method", numbers=False),

@@ -20,9 +20,13 @@ def add(commands: Commands) -> None:
 
 
 def _conform(arguments: argparse.Namespace) -> int:
+    import torch
+
     from specbench.worker import hush
 
     hush()
+    # The models are too small for more.
+    torch.set_num_threads(1)
     from specbench.conformance import kit
     from specbench.conformance.show import show
 
