@@ -90,7 +90,7 @@ def check(
         if name not in baseline.info["methods"]:
             notes.append(f"{name} is new: judged against {BASELINE} and the best of its kind")
         for workload in workloads:
-            case = Case(baseline, run, name, workload, margin, bool(elsewhere), untimed)
+            case = Case(baseline, run, name, workload, margin, untimed)
             findings += case.findings()
     findings = [f for f in findings if f.is_hard or not hard_only]
     return Check(baseline=baseline, run=run, margin=margin, findings=findings, notes=notes)

@@ -121,7 +121,7 @@ def doubts(run: Run, file: str = "run.json") -> list[str]:
     for resumed in provenance.get("resumed", []):
         if resumed["workers"] != provenance["workers"]:
             lines.append(
-                f"{_name(run)}: begun by {provenance['workers']} workers side by side, gone on "
+                f"{_name(run)}: begun by {counted(provenance['workers'], 'worker')}, gone on "
                 f"with by {resumed['workers']}: tokens/s of its shards are not alike; a speed-up "
                 "is within one"
             )

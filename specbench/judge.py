@@ -89,11 +89,14 @@ class Case:
     method: str
     workload: str
     margin: float
-    is_elsewhere: bool
-    """Whether the runs are of different machines: then what differs in the last digit may differ in
-    the rest."""
     untimed: str | None
     """The group of `comparable.GROUPS` by which their times say nothing together, if any."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the runs are of different machines: then what differs in the last digit may
+        differ in the rest."""
+        return self.untimed == MACHINE
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is asked."""

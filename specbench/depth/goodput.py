@@ -81,6 +81,7 @@ class Goodput(Bounded):
         if not 0 <= probe <= 1:
             raise ValueError(f"probe {probe} is out of range; valid: 0..1")
         self.times, self.probe = times, probe
+        self._seconds: dict[int, list[float]] = {}
         self.reset()
 
     def choose(self, rows: Sequence[Row]) -> list[Budget]:
@@ -89,12 +90,19 @@ class Goodput(Bounded):
         for row in rows:
             expected = accumulate(survivals(self.acceptance.chances(row)), initial=1.0)
             tokens = [a + b for a, b in zip(tokens, expected, strict=True)]
-        seconds = [self._step_s(len(rows), depth) for depth in range(len(tokens))]
+        seconds = self._by_depth(len(rows))
         goodput = [t / s for t, s in zip(tokens, seconds, strict=True)]
         depth = goodput.index(max(goodput)) or self._probe(seconds)
         if depth:
             self.idle_s = 0.0
         return [self.within(depth)] * len(rows)
+
+    def _by_depth(self, num_rows: int) -> list[float]:
+        """Seconds of a step at each depth; looked up once for each number of rows."""
+        if num_rows not in self._seconds:
+            depths = range(1 + self.budget.depth)
+            self._seconds[num_rows] = [self._step_s(num_rows, depth) for depth in depths]
+        return self._seconds[num_rows]
 
     def _step_s(self, num_rows: int, depth: int) -> float:
         """Of a step that drafts so deep."""

@@ -70,16 +70,19 @@ def _of_method(
     profile: Profile, runs: Mapping[int, Run], workload: str, points: Sequence[Point]
 ) -> Iterator[Prediction]:
     forwards = Forwards(profile)
+    shortest, longest = forwards.contexts[0], forwards.contexts[-1]
+    contexts = {
+        batch: round(min(max(_mean_context(run, workload), shortest), longest))
+        for batch, run in runs.items()
+    }
     for setting, own in by_setting(points).items():
+        deepest = Steps(profile, setting.method, shortest).deepest
         for point in own:
-            run = runs[point.batch]
-            context = _mean_context(run, workload)
-            context = round(min(max(context, forwards.contexts[0]), forwards.contexts[-1]))
-            deepest = Steps(profile, setting.method, context).deepest
             if point.gain and point.batch <= forwards.rows[-1] and setting.depth <= deepest:
-                records = _in_full_batches(run, workload, setting.name, point.batch)
+                batch = point.batch
+                records = _in_full_batches(runs[batch], workload, setting.name, batch)
                 predicted = predict(
-                    profile, setting.method, records, point.batch, setting.depth, context
+                    profile, setting.method, records, batch, setting.depth, contexts[batch]
                 )
                 yield Prediction(point=point, predicted=predicted)
 

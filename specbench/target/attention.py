@@ -60,9 +60,10 @@ def note_extents(mask_B1NS: torch.Tensor, extents: Sequence[Extent]) -> None:
         extent.num_nodes <= num_nodes and extent.num_slots <= num_slots for extent in extents
     )
     extents_B2 = torch.tensor(extents, dtype=torch.int64, device="cpu")
-    is_real_BN = torch.arange(num_nodes) < extents_B2[:, :1]
-    padded = not is_real_BN.all()
-    real_T = is_real_BN.flatten().nonzero()[:, 0] if padded and is_real_BN.any() else None
+    padded = any(extent.num_nodes < num_nodes for extent in extents)
+    real_T = None
+    if padded and any(extent.num_nodes for extent in extents):
+        real_T = (torch.arange(num_nodes) < extents_B2[:, :1]).flatten().nonzero()[:, 0]
     notes = _Notes(tuple(extents), extents_B2, padded, real_T)
     setattr(mask_B1NS, "notes", notes)  # noqa: B010 - mypy knows no attributes of tensors
 

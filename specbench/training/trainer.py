@@ -96,8 +96,7 @@ class Trainer:
 
     def _corpus(self) -> tuple[Corpus, Path]:
         config = self.config
-        source = "None" if self.prompts is None else json.dumps(self.prompts)
-        name = corpus_name(self.target, f"{source} {config.seed}", config.max_new_tokens)
+        name = corpus_name(self.target, f"{self.prompts} {config.seed}", config.max_new_tokens)
         folder = cache_folder() / "corpora" / name
         folder.mkdir(parents=True, exist_ok=True)
         writer = Writer(self.target, config.batch_size)
