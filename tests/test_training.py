@@ -441,7 +441,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_part(
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ValueError, match=r"state\.pt cannot be written: .*No space left"):
         open_run(settings(folder, tmp_path), tmp_path / "out", False, Display(print)).run()
-    assert not list((tmp_path / "out").glob("*.part"))
+    assert not list((tmp_path / "out").glob("*state*"))
 
 
 def test_a_target_that_caps_its_logits_is_refused() -> None:

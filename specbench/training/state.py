@@ -3,13 +3,13 @@
 import dataclasses
 import io
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
+from specbench.files import write_atomically
 from specbench.messages import in_one_line
 from specbench.training.recipe import Recipe
 
@@ -41,7 +41,6 @@ def save(
     Raises:
         ValueError: it cannot be written; what was saved before is kept.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     data = io.BytesIO()
     torch.save(
         {
@@ -52,12 +51,10 @@ def save(
         },
         data,
     )
-    path, part = folder / _FILE, folder / f"{_FILE}.part"
+    path = folder / _FILE
     try:
-        part.write_bytes(data.getbuffer())
-        os.replace(part, path)
+        write_atomically(path, data.getvalue())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ValueError(
             f"{path} cannot be written: {in_one_line(error)}; what was saved before is kept"
         ) from error
