@@ -1,9 +1,12 @@
 """The conformance kit: it catches every broken method and loop and names the kind of fault, and
 what is right passes."""
 
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -14,7 +17,7 @@ from specbench.cli import main
 from specbench.conformance import broken
 from specbench.conformance.cases import CASES
 from specbench.conformance.drafters import Bigram, Shadow
-from specbench.conformance.faults import COUNTING, ERROR, KINDS, METADATA, RULE, Fault
+from specbench.conformance.faults import COUNTING, ERROR, KINDS, METADATA, RULE, Fault, WrongToken
 from specbench.conformance.kit import (
     FAIL,
     NO_MATTER,
@@ -227,6 +230,32 @@ def test_the_command_shows_verdicts_and_exits_with_1_on_a_fault(
 def test_the_command_exits_with_0_when_all_cases_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "vanilla"]) == 0
     assert "FAIL" not in capsys.readouterr().out
+
+
+class Ends(broken.WrongRoot):
+    """Ends the process that stands beside the command's."""
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
+        if multiprocessing.parent_process() is not None:
+            os._exit(1)
+        return super().propose(batch, budgets)
+
+
+def test_a_process_that_ends_fails_its_cases_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["conform", f"{__name__}:Ends"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "error: the process ended in this case, or before it" in shown
+    assert all(case in shown for case in CASES) and "has root 9; the row ends in 51" in shown
+
+
+def test_a_fault_is_the_same_in_another_process() -> None:
+    (fault,) = faults(list(conform(in_settings(broken.WrongRoot), cases=["prompt_1_token"])))
+    wrong = WrongToken("r", 3, (1, 2), 4, None, None)
+    for one in (fault, Fault(RULE, "not the target's", wrong)):
+        other = pickle.loads(pickle.dumps(one))
+        assert (str(other), other.kind, other.wrong) == (str(one), one.kind, one.wrong)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ class Fault(AssertionError):
         super().__init__(f"{kind}: {message}" + (f"; {wrong}" if wrong else ""))
         self.kind, self.message, self.wrong = kind, message, wrong
 
+    def __reduce__(self) -> tuple[type["Fault"], tuple[str, str, WrongToken | None]]:
+        return Fault, (self.kind, self.message, self.wrong)
+
 
 class Difference(NamedTuple):
     """Where two outputs first differ, and whether one of them had ended there."""
