@@ -111,11 +111,11 @@ class Eagle(Method):
         self.head.for_inference()
         self.taps = tuple(dict.fromkeys(self.head.shape.taps))
         self.cache = KVCache(1)
-        self.pending: list[torch.Tensor] = []
-        """By row, the stacked hidden states [P, m * w] of the entries that are still to run."""
+        self.pending: list[list[torch.Tensor]] = []
+        """By row, the stacked hidden states [P, m * w] of the entries that are still to run, in
+        pieces, as they came: a row may go long without a draft."""
         width = len(self.head.shape.taps) * target.hidden_size
-        self.nothing_Pi = torch.zeros(0, width, dtype=target.dtype, device=target.device)
-        self.padding_1i = self.nothing_Pi.new_zeros(1, width)
+        self.padding_1i = torch.zeros(1, width, dtype=target.dtype, device=target.device)
         ranks = RankTree.parse(config.ranks) if config.ranks else _EAGLE1
         self.ranks = ranks.with_ranks(self.head.num_draft_tokens)
 
@@ -164,12 +164,12 @@ class Eagle(Method):
         """Runs all entries of the prompts but the last, which is left to the first step."""
         for row, hidden in zip(rows, taps, strict=True):
             index = self.cache.add_row()
-            self.pending.append(self.head.stack(hidden)[0] if hidden else self.nothing_Pi)
-            self._run_ahead(index, row)
+            self.pending.append([])
+            if hidden:
+                self._run_ahead(index, row, self.head.stack(hidden)[0])
 
-    def _run_ahead(self, index: int, row: Row) -> None:
+    def _run_ahead(self, index: int, row: Row, stacked_Pi: torch.Tensor) -> None:
         """Runs a row's pending entries but the last, in chunks."""
-        stacked_Pi = self.pending[index]
         for begin in range(0, len(stacked_Pi) - 1, _CHUNK):
             chunk = stacked_Pi[begin : min(begin + _CHUNK, len(stacked_Pi) - 1)]
             first = self.cache.lengths[index] + 1
@@ -177,13 +177,13 @@ class Eagle(Method):
             trees = [Tree.chain(len(chunk) - 1)]
             self._run(tokens, self.head.reduce(chunk[None]), trees, [0], index)
             self.cache.extend(index, len(chunk))
-        self.pending[index] = stacked_Pi[-1:]
+        self.pending[index] = [stacked_Pi[-1:].clone()]
 
     @torch.inference_mode()
     def propose(self, batch: Batch, budgets: Sequence[Budget]) -> Proposal:
         """A tree from the head's logits; nothing for a row of one token, which has no feature."""
         budgets = [
-            budget if len(pending) and min(budget) > 0 else Budget(0, 0)
+            budget if pending and min(budget) > 0 else Budget(0, 0)
             for budget, pending in zip(budgets, self.pending, strict=True)
         ]
         drafting = [row for row, budget in enumerate(budgets) if budget.depth]
@@ -197,7 +197,7 @@ class Eagle(Method):
         for row in drafting:
             # The root's own entry; those of the drafted nodes behind it are given up.
             self.cache.extend(row, 1)
-            self.pending[row] = self.nothing_Pi
+            self.pending[row] = []
         return proposal
 
     def _catch_up(self, rows: Sequence[Row], drafting: Sequence[int]) -> torch.Tensor:
@@ -209,10 +209,11 @@ class Eagle(Method):
         """
         tokens, stacked = [[0]] * len(rows), [self.padding_1i] * len(rows)
         for row in drafting:
-            if len(self.pending[row]) > _CHUNK:
-                self._run_ahead(row, rows[row])
+            stacked[row] = torch.cat(self.pending[row])
+            if len(stacked[row]) > _CHUNK:
+                self._run_ahead(row, rows[row], stacked[row])
+                (stacked[row],) = self.pending[row]
             tokens[row] = rows[row].tokens[self.cache.lengths[row] + 1 :]
-            stacked[row] = self.pending[row]
             assert len(tokens[row]) == len(stacked[row])
         stacked_BPi = (
             stacked[0][None] if len(rows) == 1 else pad_sequence(stacked, batch_first=True)
@@ -294,9 +295,7 @@ class Eagle(Method):
         """Keeps the true features of the committed nodes, for their entries to run next."""
         stacked_BNi = self.head.stack(verdict.taps)
         for row, path in enumerate(verdict.paths):
-            true_Pi = stacked_BNi[row, list(path)]
-            kept = self.pending[row]
-            self.pending[row] = torch.cat([kept, true_Pi]) if len(kept) else true_Pi
+            self.pending[row].append(stacked_BNi[row, list(path)])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps the rows' caches and pending entries."""

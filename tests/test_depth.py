@@ -77,7 +77,8 @@ def tell(
     for row, d, m in zip(drafting, depths, matched, strict=True):
         row.steps.append(Step(d, d, min(m, d), min(m, d) + 1, min(m, d)))
     made_of = proposal(drafting, trees, chances)
-    controller.observe(Verdict(drafting, made_of, [[0]] * len(trees), [[7]] * len(trees), {}))
+    paths = [list(range(row.steps[-1].matched + 1)) for row in drafting]
+    controller.observe(Verdict(drafting, made_of, paths, paths, {}))
 
 
 def depths(controller: DepthController, drafting: Sequence[Row]) -> list[int]:
@@ -219,6 +220,28 @@ def test_survival_drafts_as_deep_as_goodput_and_knows_what_that_took() -> None:
     for _ in range(40):
         tell(controller, [row], [0])
     assert depths(controller, [row]) == [0]
+
+
+def test_survival_counts_the_likeliest_drafts_and_goodput_the_whole_tree() -> None:
+    """Of two drafts for the next token the second is always right: as chains they would not pay."""
+    for controller, expected in (
+        (Goodput(1, 2, times=Rates(1, 0.8)), 1),
+        (Survival(1, 2, times=Rates(1, 0.8)), 0),
+    ):
+        (row,) = rows(1)
+        for _ in range(40):
+            row.steps.append(Step(nodes=2, depth=1, accepted=1, committed=2, matched=1))
+            made_of = proposal([row], [Tree((-1, 0, 0))], None)
+            controller.observe(Verdict([row], made_of, [[0, 2]], [[7, 7]], {}))
+        assert depths(controller, [row]) == [expected]
+
+
+def test_survival_does_not_count_what_lies_behind_a_rows_end() -> None:
+    controller, (row,) = Survival(2, 2, times=Rates(1, 0.9, 0.8)), rows(1)
+    before = controller.acceptance.chances(row)
+    row.steps.append(Step(nodes=2, depth=2, accepted=0, committed=1, matched=2))
+    controller.observe(Verdict([row], proposal([row], [Tree.chain(2)], None), [[0]], [[7]], {}))
+    assert controller.acceptance.chances(row) == before
 
 
 def test_survival_gives_each_row_its_own_depth_and_every_row_less_under_load() -> None:

@@ -279,7 +279,10 @@ def test_the_cache_holds_what_true_features_alone_give(
         rows += decoder.join(joining)
         decoder.step()
         for index, row in enumerate(decoder.rows):
-            assert method.cache.lengths[index] + len(method.pending[index]) == len(row.tokens) - 1
+            assert (
+                method.cache.lengths[index] + sum(map(len, method.pending[index]))
+                == len(row.tokens) - 1
+            )
             batch = start(fresh, [row.tokens])
             fresh.propose(batch, [Budget(1, 1)])
             expected = stored(fresh.cache, 0)[:, : method.cache.lengths[index]]
@@ -315,7 +318,7 @@ def test_long_prompts_and_long_rests_are_run_in_chunks(monkeypatch: pytest.Monke
     (row,), (length,) = batch.rows, batch.cache.lengths
     hidden = target().prefill(prompt[1:-1], batch.cache, 0, rested.taps)
     assert length == 1
-    rested.pending[0] = torch.cat([rested.pending[0], rested.head.stack(hidden)[0]])
+    rested.pending[0].append(rested.head.stack(hidden)[0])
     row.tokens[:] = prompt
     assert paths(rested.propose(batch, [ALLOWED])) == paths(first)
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from specbench.depth.controller import Bounded
 from specbench.depth.times import StepTimes
-from specbench.method import Budget, Row, Step, Verdict
+from specbench.method import Budget, Row, Verdict
 from specbench.theory import survivals
 
 _FIRST_CHANCE = 0.7
@@ -36,11 +36,11 @@ class RunningAcceptance:
         own = self._own.get(row)
         return own.chances(common, _PULL) if own else common
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Takes in what was put to the test in the rows' last steps."""
-        for row in rows:
-            self._all.add(row.steps[-1])
-            self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(row.steps[-1])
+    def add(self, row: Row, tested: int, taken: int) -> None:
+        """Takes in how many levels of a row's drafts were put to the test, and how many of these
+        were taken."""
+        self._all.add(tested, taken)
+        self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(tested, taken)
 
 
 class _Counts:
@@ -57,10 +57,10 @@ class _Counts:
             for taken, tested, chance in zip(self.taken, self.tested, prior, strict=True)
         ]
 
-    def add(self, step: Step) -> None:
-        for depth in range(min(step.depth, step.matched + 1, len(self.tested))):
+    def add(self, tested: int, taken: int) -> None:
+        for depth in range(min(tested, len(self.tested))):
             self.tested[depth] = self.tested[depth] * self.keep + 1
-            self.taken[depth] = self.taken[depth] * self.keep + (depth < step.matched)
+            self.taken[depth] = self.taken[depth] * self.keep + (depth < taken)
 
 
 class Goodput(Bounded):
@@ -116,7 +116,9 @@ class Goodput(Bounded):
 
     def observe(self, verdict: Verdict) -> None:
         """Counts what was accepted."""
-        self.acceptance.add(verdict.rows)
+        for row in verdict.rows:
+            step = row.steps[-1]
+            self.acceptance.add(row, min(step.depth, step.matched + 1), step.matched)
 
     def reset(self) -> None:
         """Forgets how drafts fared."""

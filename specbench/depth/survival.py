@@ -3,12 +3,14 @@ throughput of the whole batch (DSpark, Algorithm 1)."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from specbench.depth.calibration import Calibration
 from specbench.depth.controller import Admission, Candidate
 from specbench.depth.goodput import Goodput
 from specbench.depth.times import StepTimes
-from specbench.method import Budget, Row
+from specbench.method import Budget, Row, Step, Verdict
+from specbench.tree import Tree
 
 
 class Survival(Goodput):
@@ -79,6 +81,12 @@ class Survival(Goodput):
             admission.admit(row)
             enqueue(row)
 
+    def observe(self, verdict: Verdict) -> None:
+        """Counts how the likeliest drafts fared."""
+        proposed = zip(verdict.rows, verdict.proposal.trees, verdict.paths, strict=True)
+        for row, tree, path in proposed:
+            self.acceptance.add(row, *_along_the_likeliest(tree, path, row.steps[-1]))
+
     def _rest_s(self, nodes: Sequence[int]) -> float:
         """Of this step, whatever of its drafts it verifies."""
         return self.drafting_s + self.times.step_s(nodes)
@@ -99,3 +107,16 @@ class Survival(Goodput):
         super().reset()
         self.rows = ()
         self.drafting_s = 0.0
+
+
+def _along_the_likeliest(tree: Tree, path: Sequence[int], step: Step) -> tuple[int, int]:
+    """How many levels of the likeliest child's likeliest child and so on were put to the test, and
+    how many of these were taken."""
+    taken = 0
+    for parent, node in pairwise(path):
+        if node != tree.children[parent][0]:
+            return taken + 1, taken
+        taken += 1
+    # Behind a row's end nothing was put to the test.
+    is_tested = tree.children[path[-1]] and taken == step.matched
+    return taken + bool(is_tested), taken
