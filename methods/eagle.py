@@ -293,9 +293,9 @@ class Eagle(Method):
     @torch.inference_mode()
     def update(self, verdict: Verdict) -> None:
         """Keeps the true features of the committed nodes, for their entries to run next."""
-        stacked_BNi = self.head.stack(verdict.taps)
-        for row, path in enumerate(verdict.paths):
-            self.pending[row].append(stacked_BNi[row, list(path)])
+        stacked_BPi = _pick(self.head.stack(verdict.taps), verdict.paths)
+        for pending, stacked_Pi, path in zip(self.pending, stacked_BPi, verdict.paths, strict=True):
+            pending.append(stacked_Pi[: len(path)])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps the rows' caches and pending entries."""

@@ -5,7 +5,7 @@ decides anything."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from specbench.depth import Calibration, Choice, DepthController, StepTable
@@ -47,7 +47,10 @@ class Known:
         seconds = {}
         for deepest in (one for one in self.samples if one.depth == self.steps.nodes[-1]):
             rows = deepest.rows
-            own_s = median(deepest.forward_s) / forwards.step_s([fmean(deepest.nodes)] * rows)
+            own_s = median(
+                forward_s / forwards.step_s([nodes] * rows)
+                for forward_s, nodes in zip(deepest.forward_s, deepest.nodes, strict=True)
+            )
             for n in nodes:
                 forward_s = forwards.step_s([n] * rows) * (own_s if n else 1.0)
                 seconds[rows, n] = forward_s + median(idle[rows].bookkeeping_s)

@@ -145,14 +145,12 @@ class Steps:
         if not self._own:
             return StepCost(0.0, self._grid_s(rows, nodes, self.context))
         known = depth if self.knows_drafts else 0
-        draft_s, forward_s, bookkeeping_s, own_nodes = (
+        draft_s, own_forward, bookkeeping_s, own_nodes = (
             table.step_s([known] * rows) for table in self._parts
         )
         if own_nodes > known:
             nodes = own_nodes if tree_nodes is None else tree_nodes
-        own_context = fmean(one.context for one in self._own)
-        forward_s *= self._grid_s(rows, nodes, self.context)
-        forward_s /= self._grid_s(rows, own_nodes, own_context)
+        forward_s = own_forward * self._grid_s(rows, nodes, self.context)
         return StepCost(draft_s if depth else 0.0, forward_s, bookkeeping_s)
 
     def _grid_s(self, rows: int, nodes: float, context: float) -> float:
@@ -166,10 +164,20 @@ class Steps:
 
     @cached_property
     def _parts(self) -> tuple[StepTable, StepTable, StepTable, StepTable]:
-        """Seconds of drafting, forward and bookkeeping, and drafted nodes."""
+        """Seconds of drafting, the forward over one of the grid, seconds of bookkeeping, and
+        drafted nodes."""
+
+        def over_grid(one: StepSamples) -> list[float]:
+            # Step by step: one that drafts more takes longer, so medians of both do not belong
+            # together.
+            return [
+                forward_s / self._grid_s(one.rows, nodes, one.context)
+                for forward_s, nodes in zip(one.forward_s, one.nodes, strict=True)
+            ]
+
         return (
             step_table(self._own, lambda one: one.draft_s),
-            step_table(self._own, lambda one: one.forward_s),
+            step_table(self._own, over_grid),
             step_table(self._own, lambda one: one.bookkeeping_s),
             step_table(self._own, lambda one: [fmean(one.nodes)]),
         )

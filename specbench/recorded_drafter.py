@@ -66,7 +66,7 @@ def _model(about: Mapping[str, Any], method: str, recorded: Mapping[str, Any]) -
     return Assumed(
         share,
         f"{method} is a model of {about['num_parameters'] / 1e6:.1f} M parameters, {share} of its "
-        "target's: a level takes as large a share of a step here; its memory is not counted",
+        "target's: a level takes as large a share of a step here, and of the memory",
     )
 
 

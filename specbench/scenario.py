@@ -137,8 +137,8 @@ class Drafter(Protocol):
 
 
 class Relative(NamedTuple):
-    """A share of the target's step of one token, for each level; 0 for drafts that are looked
-    up."""
+    """A share of the target's step of one token, for each level, and of its weights; 0 for drafts
+    that are looked up."""
 
     share: float
     target: Shape
@@ -227,13 +227,14 @@ DRAFTERS = (
 )
 
 
-def make_drafter(name: str, target: Shape, width: int) -> Drafter:
+def make_drafter(name: str, target: Shape, width: int, depth: int) -> Drafter:
     """A drafter by what it is.
 
     Args:
         name: one of `DRAFTERS`.
         target: what it drafts for.
         width: bytes of a number.
+        depth: of its deepest draft.
 
     Raises:
         ValueError: it is none of these.
@@ -245,9 +246,9 @@ def make_drafter(name: str, target: Shape, width: int) -> Drafter:
     else:
         if not 0 <= share < float("inf"):
             raise ValueError(f"drafter {name} is out of range; valid: {DRAFTERS}")
-        return Relative(share, target)
+        return Relative(share, target, share * width * target.num_weights)
     if name == "heads":
-        return Heads(target)
+        return Heads(target, depth * width * target.hidden**2)
     if name == "features":
         layer = replace(_dense_layer(target), width_in=2 * target.hidden)
         fused = 3 * target.hidden**2

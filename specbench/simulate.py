@@ -133,13 +133,13 @@ class SimulateConfig:
         target, width, recorded = load_shape(model), WIDTHS[dtype], self._recorded()
         assumed = self._drafter(recorded, target)
         acceptance = self._acceptance(recorded)
-        depth = acceptance.deepest
+        depth = min(acceptance.deepest, self.depth or acceptance.deepest, _DEEPEST)
         scenario = Scenario(
             machine=self._machine(dtype).times(self.devices or 1),
             target=target,
-            drafter=make_drafter(assumed.drafter, target, width),
+            drafter=make_drafter(assumed.drafter, target, width, depth),
             acceptance=acceptance,
-            deepest=min(depth, self.depth or depth, _DEEPEST),
+            deepest=depth,
             context=self.context or 1024,
             width=width,
         )
@@ -214,7 +214,7 @@ class SimulateConfig:
         scenario = prediction.ProfiledScenario(
             machine=roofline.machine(profile),
             target=profile.shape,
-            drafter=make_drafter(assumed.drafter, profile.shape, width),
+            drafter=make_drafter(assumed.drafter, profile.shape, width, depth),
             acceptance=acceptance,
             deepest=depth,
             context=context,

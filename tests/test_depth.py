@@ -425,6 +425,18 @@ def test_all_of_it_is_verified_where_the_controller_reads_no_drafts() -> None:
     assert row.steps[0].depth == DEEPEST
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("off_above_batch:off_at=4,off_at=8", "off_at is given twice"),
+        ("by_batch:depths=4:2/4:3", "depths '4:2/4:3' is not valid"),
+    ],
+)
+def test_what_is_said_twice_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Choice.read(text)
+
+
 def test_unknown_controllers_and_knobs_are_errors() -> None:
     with pytest.raises(ValueError, match="did you mean 'survival'"):
         make_controller("survial", 3, 9)

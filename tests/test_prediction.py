@@ -1,5 +1,6 @@
 """Speed-ups from a profile, against those worked out by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ def test_what_its_forwards_take_less_than_the_grid_stays_less() -> None:
     steps = {"vanilla": made_steps(depths=(0,)), "echo": made_steps(node_s=0.5)}
     cost = Steps(linear_profile(steps=steps), "echo", 16).cost(1, 3, 1.0)
     assert cost.forward_s == pytest.approx((1 + 0.5 * 3) * 2 / 4)
+
+
+def test_steps_of_few_and_of_many_nodes_are_each_held_against_the_grid() -> None:
+    """Most of the profiled steps drafted much, some nothing: their median says nothing of the
+    mean number of nodes."""
+    passes = made_passes(seconds=linear_s)
+    nodes = [0.0, 3.0, 3.0]
+    steps = [
+        replace(one, nodes=nodes, forward_s=[linear_s(one.rows, 1 + round(n)) for n in nodes])
+        if one.depth == 3
+        else one
+        for one in made_steps()
+    ]
+    profile = made_profile(passes=passes, steps={"vanilla": made_steps(depths=(0,)), "echo": steps})
+    cost = Steps(profile, "echo", 16).cost(2, 3, 2.0)
+    assert cost.forward_s == pytest.approx(linear_s(2, 3))
 
 
 def test_forwards_are_scaled_to_the_context() -> None:

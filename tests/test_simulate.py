@@ -39,7 +39,7 @@ def scenario(machine: Machine, drafter: str = "0", **acceptance: float) -> Scena
     return Scenario(
         machine=machine,
         target=SMALL,
-        drafter=make_drafter(drafter, SMALL, 2),
+        drafter=make_drafter(drafter, SMALL, 2, 4),
         acceptance=given,
         context=1,
     )
@@ -111,14 +111,27 @@ def test_drafters_cost_what_they_run() -> None:
     assert Relative(0.25, SMALL).seconds(IDLE, draft) == pytest.approx(0.75 * step)
     own = Model(SMALL).seconds(IDLE, draft)
     assert own == pytest.approx(3 * step, rel=0.05)
-    heads, features = (make_drafter(name, SMALL, 2) for name in ("heads", "features"))
+    heads, features = (make_drafter(name, SMALL, 2, 4) for name in ("heads", "features"))
     assert 0 < heads.seconds(IDLE, draft) < own
     assert 0 < features.seconds(IDLE, draft) < own
     none = Draft(rows=2, levels=[], context=10)
     for drafter in (Model(SMALL), heads, features, Relative(0.25, SMALL)):
         assert drafter.seconds(IDLE, none) == 0
     with pytest.raises(ValueError, match="out of range"):
-        make_drafter("-1", SMALL, 2)
+        make_drafter("-1", SMALL, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "weights"),
+    [
+        ("0", 0.0),
+        ("0.25", 0.25 * SMALL.num_weights),
+        ("heads", 4 * SMALL.hidden**2),
+        ("smollm2-135m", load_shape("smollm2-135m").num_weights),
+    ],
+)
+def test_the_memory_of_drafters_is_counted(drafter: str, weights: float) -> None:
+    assert make_drafter(drafter, SMALL, 2, 4).weight_bytes == pytest.approx(2 * weights)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +244,7 @@ TARGET = {"name": "tiny", "dtype": "float32", "num_parameters": 1000}
 def test_the_drafter_is_the_recorded_one(about: dict[str, Any], drafter: str, why: str) -> None:
     assumed = recorded_drafter({"methods": {"m": about}, "target": TARGET}, "m", SMALL)
     assert assumed.drafter == drafter and why in assumed.why
-    assert make_drafter(drafter, SMALL, 2).weight_bytes >= 0
+    assert make_drafter(drafter, SMALL, 2, 4).weight_bytes >= 0
 
 
 @pytest.mark.parametrize(
@@ -258,7 +271,7 @@ def test_layers_that_drafted_are_not_verified_again() -> None:
     assert 0 < stack.step(1, 2).draft_s < trained.step(1, 2).draft_s
     for name in ("layers:0", "layers:4", "exit:x"):
         with pytest.raises(ValueError, match="out of range; valid"):
-            make_drafter(name, SMALL, 2)
+            make_drafter(name, SMALL, 2, 4)
 
 
 def test_of_several_methods_one_is_asked_for(

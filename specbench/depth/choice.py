@@ -40,8 +40,11 @@ def _read_numbers(text: str) -> tuple[int, ...]:
 
 
 def _read_table(text: str) -> dict[int, int]:
-    pairs = (entry.split(":") for entry in text.split("/"))
-    return {int(key): int(value) for key, value in pairs}
+    pairs = [entry.split(":") for entry in text.split("/")]
+    table = {int(key): int(value) for key, value in pairs}
+    if len(table) < len(pairs):
+        raise ValueError("a batch size stands twice")
+    return table
 
 
 class _Reader(NamedTuple):
@@ -96,6 +99,8 @@ class Choice:
                     f"controller {name} has no knob {knob!r}{suggest(knob, kinds)}; valid: "
                     f"{', '.join(kinds) or 'none'}"
                 )
+            if knob in knobs:
+                raise ValueError(f"controller {name}: {knob} is given twice; valid: once")
             reader = _READERS[kinds[knob]]
             try:
                 knobs[knob] = reader.read(value)
