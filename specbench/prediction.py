@@ -4,16 +4,17 @@ functions; nothing is modelled but what the profile has not."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from statistics import fmean, median
 
 import numpy as np
 
 from specbench.depth import StepTable
+from specbench.method import Step
 from specbench.profile import Profile, StepSamples, step_table, unknown_drafts
 from specbench.records import BASELINE, RequestRecord
 from specbench.scenario import Scenario
 from specbench.theory import StepCost
-from specbench.trace import Running, Span, Trace, play, read_traces, span
 
 ASSUMPTIONS = (
     "steps are interpolated from the profile, not modelled: linearly between the batches, tokens "
@@ -210,15 +211,15 @@ def predict(
     depth: int,
     context: int | None = None,
 ) -> float:
-    """The speed-up over vanilla at the same batch that a profile promises: recorded outputs are
-    replayed in batches as a run decodes them, until the last row of each has ended.
+    """The speed-up over vanilla at the same batch that a profile promises: recorded steps are
+    taken again, in batches as a run decodes them, until the last row of each has ended.
 
     Args:
         profile: of the machine; the method among what was measured.
         method: whose steps are taken.
         records: its own, of requests in the order in which they are batched.
         batch: rows at a time.
-        depth: of every draft.
+        depth: that the recorded drafts might have.
         context: tokens of each row; None for the shortest that was profiled.
 
     Raises:
@@ -228,27 +229,26 @@ def predict(
     steps = Steps(profile, method, shortest if context is None else context)
     if not steps.knows_drafts:
         raise ValueError(unknown_drafts(profile, method))
-    traces = read_traces(records)
-    if not traces:
+    if not records:
         raise ValueError(f"there is no recorded output of method {method!r} to replay")
-    chunks = [traces[begin : begin + batch] for begin in range(0, len(traces), batch)]
-    drafts = [step for record in records for step in record.steps if step[1]]
-    tree_nodes = fmean(nodes for nodes, *_ in drafts) if drafts else 0.0
-    vanilla_s, own_s = (
-        sum(_replay_s(chunk, levels, tree_nodes, steps) for chunk in chunks)
-        for levels in (0, depth)
-    )
+    vanilla_s = own_s = 0.0
+    for begin in range(0, len(records), batch):
+        rows = records[begin : begin + batch]
+        taken = [[Step(*step) for step in row.steps] for row in rows]
+        alone = [[0] * sum(step.committed for step in row) for row in taken]
+        vanilla_s += _seconds(alone, 0, steps)
+        own_s += _seconds([[step.nodes for step in row] for row in taken], depth, steps)
     return vanilla_s / own_s
 
 
-def _replay_s(traces: Sequence[Trace], depth: int, tree_nodes: float, steps: Steps) -> float:
-    """Seconds of one batch."""
+def _seconds(drafted: Sequence[Sequence[int]], depth: int, steps: Steps) -> float:
+    """Of one batch.
 
-    def decide(rows: Sequence[Running]) -> list[Span]:
-        return [span(traces[row.trace], row.position, depth) for row in rows]
-
-    def step_s(nodes: Sequence[int]) -> float:
-        drafting = sum(num > 0 for num in nodes) / len(nodes)
-        return steps.cost(len(nodes), depth, fmean(nodes), drafting * tree_nodes).total_s
-
-    return play(traces, len(traces), decide, step_s).seconds
+    Args:
+        drafted: by row, the nodes of each of its steps.
+    """
+    seconds = 0.0
+    for nodes in zip_longest(*drafted):
+        running = [num for num in nodes if num is not None]
+        seconds += steps.cost(len(running), depth, fmean(running), fmean(running)).total_s
+    return seconds

@@ -104,8 +104,8 @@ def test_an_unknown_method_takes_vanillas_steps_and_the_grid() -> None:
     assert bare.cost(2, 3, 3.0) == pytest.approx((0.0, 5.0, 0.0))
 
 
-RECORDS = [output("echo", "a", (3, 3, 3, 4), (3, 3, 0, 1)), output("echo", "b", (3, 3, 3, 4))]
-"""Of five and of four tokens; drafts of three are right but in the last step of the first."""
+RECORDS = [output("echo", "a", (3, 3, 3, 4), (0, 0, 0, 1)), output("echo", "b", (3, 3, 3, 4))]
+"""Of five and of four tokens; drafts of three are right, and of the last token none is left."""
 
 
 def test_a_speed_up_is_predicted_from_recorded_outputs() -> None:
@@ -134,7 +134,8 @@ def test_recorded_trees_have_their_own_nodes() -> None:
 
 
 def test_a_depth_of_zero_gains_nothing() -> None:
-    assert predict(linear_profile(), "echo", RECORDS, 2, 0) == 1
+    records = [output("echo", name, *[(0, 0, 0, 1)] * 4) for name in "ab"]
+    assert predict(linear_profile(), "echo", records, 2, 0) == 1
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

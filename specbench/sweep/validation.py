@@ -15,8 +15,8 @@ from specbench.sweep.points import Point, Points
 from specbench.tables import Cell, Column, Heading, Note, Page, Table
 
 _READING = (
-    "predicted: recorded outputs are replayed in batches as they were decoded, with the profile's "
-    "step times; what lies beyond its batches and depths is left out; "
+    "predicted: the recorded steps, with the nodes that each drafted, in batches as they were "
+    "decoded, at the profile's step times; what lies beyond its batches and depths is left out; "
     "error: predicted / measured - 1; inside: whether the measured interval holds the prediction, "
     f"`-` where under {MIN_CLUSTERS} batches leave none. "
     "The profile should be of the same machine, threads and dtype"
