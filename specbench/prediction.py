@@ -250,5 +250,6 @@ def _seconds(drafted: Sequence[Sequence[int]], depth: int, steps: Steps) -> floa
     seconds = 0.0
     for nodes in zip_longest(*drafted):
         running = [num for num in nodes if num is not None]
-        seconds += steps.cost(len(running), depth, fmean(running), fmean(running)).total_s
+        mean = fmean(running)
+        seconds += steps.cost(len(running), depth, mean, tree_nodes=mean).total_s
     return seconds

@@ -20,16 +20,10 @@ def add(commands: Commands) -> None:
 
 
 def _conform(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from specbench.worker import hush
-
-    hush()
-    # The models are too small for more.
-    torch.set_num_threads(1)
     from specbench.conformance import kit
-    from specbench.conformance.show import show
+    from specbench.conformance.show import begin, show
 
+    begin()
     knobs = kit.read_knobs(arguments.method, arguments.knobs)
     results = show(kit.subjects(arguments.method, knobs), Console())
     return EXIT_FAILURES if any(result.fault for result in results) else EXIT_DONE

@@ -46,7 +46,7 @@ def _in_two_processes(subjects: list[Subject], tell: Callable[[str], None]) -> l
     Args:
         tell: takes the name of the case that is waited for.
     """
-    beside = ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin)
+    beside = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
     found: dict[str, Result] = {}
     try:
         others = {name: beside.submit(_check, name, subjects) for name in list(CASES)[1::2]}
@@ -65,7 +65,9 @@ def _in_two_processes(subjects: list[Subject], tell: Callable[[str], None]) -> l
     return [found[name] for name in CASES]
 
 
-def _begin() -> None:
+def begin() -> None:
+    """Readies a process: no chatter of the libraries, and one thread, for the models are too small
+    for more."""
     hush()
     torch.set_num_threads(1)
 
