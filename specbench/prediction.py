@@ -9,11 +9,14 @@ from statistics import fmean, median
 
 import numpy as np
 
+from specbench import roofline
 from specbench.depth import StepTable
+from specbench.machines import WIDTHS
 from specbench.method import Step
 from specbench.profile import Profile, StepSamples, step_table, unknown_drafts
+from specbench.recorded_drafter import LOOK_UP
 from specbench.records import BASELINE, RequestRecord
-from specbench.scenario import Scenario
+from specbench.scenario import Acceptance, Scenario, make_drafter
 from specbench.theory import StepCost
 
 ASSUMPTIONS = (
@@ -196,11 +199,36 @@ class ProfiledScenario(Scenario):
 
     def step(self, batch: int, depth: int) -> StepCost:
         """What a step costs."""
-        nodes = self.acceptance.nodes(depth) if depth else 0.0
-        cost = self.steps.cost(batch, depth, nodes)
+        cost = self.steps.cost(batch, depth, self.acceptance.nodes(depth))
         if self.steps.knows_drafts:
             return cost
         return cost._replace(draft_s=self.draft_s(batch, depth))
+
+
+def on_profile(
+    steps: Steps, acceptance: Acceptance, depth: int, drafter: str = LOOK_UP
+) -> ProfiledScenario:
+    """A scenario on the machine that was profiled.
+
+    Args:
+        steps: what they take there.
+        acceptance: as recorded or given.
+        depth: the deepest draft.
+        drafter: see `specbench.scenario.make_drafter`; counts where the profile does not know the
+            method's drafts.
+    """
+    profile = steps.profile
+    width = WIDTHS[profile.dtype]
+    return ProfiledScenario(
+        machine=roofline.machine(profile),
+        target=profile.shape,
+        drafter=make_drafter(drafter, profile.shape, width, depth),
+        acceptance=acceptance,
+        deepest=depth,
+        context=steps.context,
+        width=width,
+        steps=steps,
+    )
 
 
 def predict(

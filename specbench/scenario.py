@@ -1,8 +1,10 @@
 """Speculation on another machine: what recorded or given acceptance is worth under a cost model.
 Pure functions; nothing is measured here."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from specbench.costs import Cost, Memory, Shape, forward_cost, memory
@@ -20,10 +22,9 @@ from specbench.theory import (
     StepCost,
     best_depth_of,
     crossover,
-    speed_up,
     tokens_by_position,
 )
-from specbench.trace import read_traces, spans
+from specbench.trace import Span, read_traces, spans
 
 ASSUMPTIONS = (
     "a pass takes max(bytes / bandwidth, FLOPs / rate) + overhead; both are the vendor's peaks, "
@@ -45,12 +46,21 @@ class Acceptance(Protocol):
         """The deepest draft that it says something of, 1 at least."""
         ...
 
+    @property
+    def largest(self) -> int | None:
+        """The largest batch that it says something of; None for any."""
+        ...
+
     def tokens(self, depth: int) -> float:
-        """Mean committed tokens of a step that drafts so deep, the bonus included."""
+        """Mean committed tokens of a step that drafts so deep, the bonus included; 1 at depth 0."""
         ...
 
     def nodes(self, depth: int) -> float:
         """Mean drafted nodes of such a step."""
+        ...
+
+    def steps(self, batch: int, depth: int) -> Mapping[int, float]:
+        """Steps that the same work takes at any depth, by how many rows of the batch they have."""
         ...
 
 
@@ -75,6 +85,8 @@ class Given:
         """As deep as chances are given."""
         return len(self.chances)
 
+    largest = None
+
     def tokens(self, depth: int) -> float:
         """Expected tokens."""
         assert depth <= self.deepest, "nothing is said of deeper drafts"
@@ -84,38 +96,61 @@ class Given:
         """One for each level."""
         return depth
 
+    def steps(self, batch: int, depth: int) -> Mapping[int, float]:
+        """Of one token of each row of a batch that is always full."""
+        return {batch: 1 / self.tokens(depth)}
+
 
 class Replayed:
     """The outputs of a run, step by step at another depth (see `specbench.trace`).
 
     Args:
         records: of one method; some of their steps drafted.
+        static: batches are made of the outputs in their order, each of one workload, and run until
+            the last row has ended, as a run decodes them; else a batch is always full, as under
+            continuous batching.
     """
 
-    def __init__(self, records: Sequence[RequestRecord]) -> None:
+    def __init__(self, records: Sequence[RequestRecord], *, static: bool = False) -> None:
         self._traces = read_traces(records)
+        self._workloads = [record.workload for record in records]
+        self._static = static
         self.deepest = max(step[1] for record in records for step in record.steps)
-        self._means: dict[int, _Mean] = {}
+        self._spans: dict[int, list[list[Span]]] = {}
+
+    @property
+    def largest(self) -> int | None:
+        """The largest batch that the outputs of each workload fill; None where any is full."""
+        return min(Counter(self._workloads).values()) if self._static else None
 
     def tokens(self, depth: int) -> float:
         """Mean over the steps."""
-        return self._mean(depth).tokens
+        found = self._at(depth)
+        return sum(map(len, self._traces)) / sum(map(len, found))
 
     def nodes(self, depth: int) -> float:
         """Mean over the steps, of a chain: what a tree had beside its path is not counted."""
-        return self._mean(depth).nodes
+        return fmean(step.offered for steps in self._at(depth) for step in steps)
 
-    def _mean(self, depth: int) -> "_Mean":
-        if depth not in self._means:
-            steps = [step for trace in self._traces for step in spans(trace, depth)]
-            num_tokens, num_nodes = sum(map(len, self._traces)), sum(s.offered for s in steps)
-            self._means[depth] = _Mean(num_tokens / len(steps), num_nodes / len(steps))
-        return self._means[depth]
+    def steps(self, batch: int, depth: int) -> Mapping[int, float]:
+        """Of all whole batches of the outputs; where batches are always full, of one token of each
+        row."""
+        if not self._static:
+            return {batch: 1 / self.tokens(depth)}
+        lengths: dict[str, list[int]] = {}
+        for workload, steps in zip(self._workloads, self._at(depth), strict=True):
+            lengths.setdefault(workload, []).append(len(steps))
+        running: Counter[int] = Counter()
+        for own in lengths.values():
+            for rows in zip(*[iter(own)] * batch, strict=False):
+                running.update(sum(length > i for length in rows) for i in range(max(rows)))
+        return running
 
-
-class _Mean(NamedTuple):
-    tokens: float
-    nodes: float
+    def _at(self, depth: int) -> list[list[Span]]:
+        """The steps of each output."""
+        if depth not in self._spans:
+            self._spans[depth] = [spans(trace, depth) for trace in self._traces]
+        return self._spans[depth]
 
 
 class Drafter(Protocol):
@@ -345,7 +380,7 @@ class Scenario:
 
     def verify(self, batch: int, depth: int) -> Cost:
         """Of the target's pass; between whole numbers of nodes it is interpolated."""
-        nodes = self.acceptance.nodes(depth) if depth else 0.0
+        nodes = self.acceptance.nodes(depth)
         low = int(nodes)
         below, above = (
             forward_cost(self._verifying(depth), batch, 1 + n, self.context, width=self.width)
@@ -356,23 +391,29 @@ class Scenario:
     def at(self, batch: int) -> Point:
         """What is predicted of a batch size."""
         deepest = self.acceptance.deepest if self.deepest is None else self.deepest
-        steps = [self.step(batch, depth) for depth in range(1 + deepest)]
-        vanilla = steps[0]
-        tokens = [1.0, *map(self.acceptance.tokens, range(1, len(steps)))]
-        gains = [speed_up(t, step, vanilla) for t, step in zip(tokens, steps, strict=True)]
+        gains = [self.speed_up(batch, depth) for depth in range(1 + deepest)]
         held = memory(self.target, batch, self.context, self.width)
         held = held._replace(weights=held.weights + round(self.drafter.weight_bytes))
         room = self.machine.memory_bytes
         return Point(
             batch=batch,
-            vanilla_s=vanilla.total_s,
+            vanilla_s=self.step(batch, 0).total_s,
             speed_ups=tuple(gains[1:]),
             best=best_depth_of(gains),
             vanilla_bound=self._bound(self.verify(batch, 0)),
-            verify_bound=self._bound(self.verify(batch, len(steps) - 1)),
+            verify_bound=self._bound(self.verify(batch, deepest)),
             memory=held,
             fits=held.total <= room if room else None,
         )
+
+    def speed_up(self, batch: int, depth: int) -> float:
+        """Over vanilla in batches of the same size."""
+        return self._seconds(batch, 0) / self._seconds(batch, depth)
+
+    def _seconds(self, batch: int, depth: int) -> float:
+        """Of the work that is the same at any depth."""
+        taken = self.acceptance.steps(batch, depth)
+        return sum(number * self.step(rows, depth).total_s for rows, number in taken.items())
 
     def _bound(self, cost: Cost) -> str:
         return "compute" if self.machine.is_compute_bound(cost) else "memory"

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 _DEEPEST = 32
 _MODEL, _DEVICE = "llama-3.1-70b", "H200"
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_STATIC = (
+    "batches are made of the recorded outputs in their order, and run until the last row of each "
+    "has ended, none taking the place of another (static batching, as a run or a sweep decodes); "
+    "what is shown of vanilla and of memory is that of a full batch"
+)
+_CONTINUOUS = (
+    "batches are always full: as a row ends another takes its place (continuous batching); those "
+    "of a run or a sweep empty, as --static has it"
+)
 _CUSTOM = ("bandwidth_gb_s", "tflops", "overhead_us")
 _MAY_DIFFER = ("depth", "source_sha256")
 """Settings of a method that need not be alike in a run and a profile: depth is what is varied."""
@@ -73,6 +83,7 @@ class SimulateConfig:
         acceptance: the chance at each position.
         run: a folder with recorded steps, in place of ``acceptance``.
         method, workload: whose; by default all workloads, and the one method that drafts.
+        static: batches empty towards their end; see `specbench.scenario.Replayed`.
         batches: rows; by default those of the profile, or up to 256.
         context: tokens of each row; by default the shortest of the profile, or 1024.
         depth: the deepest draft; by default as deep as the acceptance goes, and the profile.
@@ -91,6 +102,7 @@ class SimulateConfig:
     run: Path | None = None
     method: str | None = None
     workload: str | None = None
+    static: bool = False
     batches: tuple[int, ...] = ()
     context: int | None = None
     depth: int | None = None
@@ -109,6 +121,8 @@ class SimulateConfig:
             raise ValueError("acceptance is not given, or twice; valid: --acceptance or a run")
         if self.run is None and (self.workload or (self.method and self.profile is None)):
             raise ValueError("--method and --workload say what of a run is replayed; name a run")
+        if self.run is None and self.static:
+            raise ValueError("--static makes batches of recorded outputs; name a run")
         if self.profile and (said := [name for name in _OF_PROFILE if getattr(self, name)]):
             raise ValueError(
                 f"{', '.join(map(option, said))}: the profile says that; leave it out, or --profile"
@@ -143,15 +157,14 @@ class SimulateConfig:
             context=self.context or 1024,
             width=width,
         )
-        batches = self.batches or (1, 2, 4, 8, 16, 32, 64, 128, 256)
         return Setup(
             scenario=scenario,
             model=model,
             dtype=dtype,
             drafter=assumed.drafter,
             why=assumed.why,
-            batches=batches,
-            assumptions=(*ASSUMPTIONS, *_replayed(recorded, _AS_CHAIN)),
+            batches=self._batches(_BATCHES, acceptance),
+            assumptions=(*ASSUMPTIONS, self._batching, *_replayed(recorded, _AS_CHAIN)),
             doubts=tuple(self._unsaid(model)),
         )
 
@@ -185,7 +198,7 @@ class SimulateConfig:
 
     def _profiled(self, path: Path) -> Setup:
         # torch comes with these.
-        from specbench import prediction, roofline
+        from specbench import prediction
         from specbench.profile import (
             drafts_trees,
             load_profile,
@@ -210,30 +223,23 @@ class SimulateConfig:
             assumed = Assumed(self.drafter, "as named")
         elif profiled:
             assumed = Assumed(LOOK_UP, "")
-        width = WIDTHS[profile.dtype]
-        scenario = prediction.ProfiledScenario(
-            machine=roofline.machine(profile),
-            target=profile.shape,
-            drafter=make_drafter(assumed.drafter, profile.shape, width, depth),
-            acceptance=acceptance,
-            deepest=depth,
-            context=context,
-            width=width,
-            steps=steps,
-        )
         draws_trees = steps.knows_drafts and drafts_trees(profile.steps[steps.method])
         trees = "takes as many nodes as the profile's trees" if draws_trees else _AS_CHAIN
         doubts = _doubts(self.run, method or "", profile) if self.run else []
         if method and steps.knows_drafts and profiled != method:
             doubts.append(variant_note(method, steps.method))
         return Setup(
-            scenario=scenario,
+            scenario=prediction.on_profile(steps, acceptance, depth, assumed.drafter),
             model=str(profile.target["name"]),
             dtype=profile.dtype,
             drafter=steps.method if steps.knows_drafts else assumed.drafter,
             why="as profiled" if steps.knows_drafts else assumed.why,
-            batches=self.batches or tuple(profile.rows),
-            assumptions=(*prediction.ASSUMPTIONS, *_replayed(recorded, trees)),
+            batches=self._batches(profile.rows, acceptance),
+            assumptions=(
+                *prediction.ASSUMPTIONS,
+                self._batching,
+                *_replayed(recorded, trees),
+            ),
             doubts=tuple(doubts),
         )
 
@@ -248,7 +254,23 @@ class SimulateConfig:
         )
 
     def _acceptance(self, recorded: Sequence[RequestRecord]) -> Acceptance:
-        return Replayed(recorded) if recorded else Given(self.acceptance)
+        if recorded:
+            return Replayed(recorded, static=self.static)
+        return Given(self.acceptance)
+
+    @property
+    def _batching(self) -> str:
+        return _STATIC if self.static else _CONTINUOUS
+
+    def _batches(self, known: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:
+        """Those asked for, else what is known as far as outputs fill it."""
+        largest = acceptance.largest
+        if largest and self.batches and max(self.batches) > largest:
+            raise ValueError(
+                f"--batches {max(self.batches)} is out of range; valid: 1..{largest}, of so many "
+                "outputs as were recorded of each workload, or without --static"
+            )
+        return self.batches or tuple(num for num in known if num <= (largest or num))
 
     def _recorded(self) -> list[RequestRecord]:
         """What one method made of the run's requests; nothing without a run."""

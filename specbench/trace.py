@@ -9,21 +9,29 @@ For other drafters it is an approximation. Of a tree, the path that was taken co
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import IntEnum
+from math import inf
 from random import Random
 from typing import NamedTuple
 
 from specbench.records import RequestRecord
 
 
-class Mark(IntEnum):
-    """What the drafter was at a position."""
+class Mark(NamedTuple):
+    """What the drafter was at a position.
 
-    WRONG = 0
-    RIGHT = 1
-    SILENT = 2
-    """It offered no token there, though it might have."""
+    Args:
+        is_right: whether it offered the token that was committed.
+        offered: tokens from here on, at most; infinitely many where nothing but its depth ended
+            its draft.
+    """
 
+    is_right: bool
+    offered: float = inf
+
+
+RIGHT, WRONG = Mark(True), Mark(False)
+SILENT = Mark(False, 0)
+"""It offered no token there, though it might have."""
 
 Trace = Sequence[Mark]
 """The positions of one output."""
@@ -42,7 +50,7 @@ def read_traces(records: Iterable[RequestRecord], seed: int = 0) -> list[Trace]:
     records = list(records)
     deepest = max((step[1] for record in records for step in record.steps), default=0)
     marks = [_marks(record.steps, deepest) for record in records]
-    tested = [mark == Mark.RIGHT for trace in marks for mark in trace if mark is not None]
+    tested = [mark.is_right for trace in marks for mark in trace if mark is not None]
     chance = sum(tested) / len(tested) if tested else 0.0
     random = Random(seed)
     return [
@@ -54,8 +62,9 @@ def read_traces(records: Iterable[RequestRecord], seed: int = 0) -> list[Trace]:
 def _marks(steps: Sequence[Sequence[int]], deepest: int) -> list[Mark | None]:
     marks: list[Mark | None] = []
     for _, depth, _, committed, matched in steps:
-        last = Mark.WRONG if matched < depth else Mark.SILENT if depth < deepest else None
-        marks += [*[Mark.RIGHT] * matched, last][:committed]
+        last = Mark(False, depth - matched) if depth < deepest else WRONG
+        untested = matched == depth == deepest
+        marks += [*[RIGHT] * matched, None if untested else last][:committed]
     return marks
 
 
@@ -64,10 +73,11 @@ def span(trace: Trace, begin: int, depth: int) -> Span:
     left to the bonus."""
     depth = max(0, min(depth, len(trace) - begin - 1))
     matched = 0
-    while matched < depth and trace[begin + matched] == Mark.RIGHT:
+    while matched < depth and trace[begin + matched].is_right:
         matched += 1
-    silent = matched < depth and trace[begin + matched] == Mark.SILENT
-    return Span(matched if silent else depth, matched)
+    if matched == depth:
+        return Span(depth, depth)
+    return Span(int(min(depth, matched + trace[begin + matched].offered)), matched)
 
 
 def spans(trace: Trace, depth: int) -> list[Span]:

@@ -7,12 +7,11 @@ import pytest
 from specbench.cli import main
 from specbench.comparison import OUTPUTS_PER_ROW, changing, compare
 from specbench.profile import write_profile
-from specbench.trace import Mark, Trace
+from specbench.trace import RIGHT, WRONG, Trace
 from tests.made_profiles import made_profile, made_steps
 from tests.made_runs import filed_run, output, paired, reference
 from tests.test_trace import TIMES
 
-RIGHT, WRONG = Mark.RIGHT, Mark.WRONG
 ALWAYS: list[Trace] = [[RIGHT] * 60] * 8
 NEVER: list[Trace] = [[WRONG] * 60] * 8
 

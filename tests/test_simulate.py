@@ -1,6 +1,7 @@
 """The cost model against what can be worked out by hand, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,37 @@ def test_recorded_outputs_are_replayed_at_another_depth() -> None:
     assert replayed.tokens(2) == 7 / 3
 
 
+def test_static_batches_empty_towards_their_end() -> None:
+    """Of 4 and 2 tokens, and of 3: vanilla has two rows for two steps; of depth 3 the first takes
+    one step and the second two. A batch that is not full does not count."""
+    records = [
+        output("echo", "a", (3, 3, 3, 4)),
+        output("echo", "b", (3, 3, 0, 1), (0, 0, 0, 1)),
+        output("echo", "c", (2, 2, 2, 3)),
+    ]
+    static = Replayed(records, static=True)
+    assert static.largest == 3
+    assert static.steps(2, 0) == {2: 2, 1: 2}
+    assert static.steps(2, 3) == {2: 1, 1: 1}
+    assert static.steps(1, 0) == {1: 9} and static.steps(3, 0) == {3: 2, 2: 1, 1: 1}
+    assert Replayed(records).steps(2, 3) == {2: pytest.approx(4 / 9)}
+    here = replace(scenario(IDLE), acceptance=static)
+    vanilla_s = 2 * here.step(2, 0).total_s + 2 * here.step(1, 0).total_s
+    own_s = here.step(2, 3).total_s + here.step(1, 3).total_s
+    assert here.speed_up(2, 3) == pytest.approx(vanilla_s / own_s)
+
+
+def test_static_batches_are_of_one_workload() -> None:
+    records = [
+        output("echo", f"{workload}{i}", (1, 1, 1, 2), (0, 0, 0, 1), workload=workload)
+        for i in range(3)
+        for workload in ("code", "prose")[: 1 + (i < 2)]
+    ]
+    static = Replayed(records, static=True)
+    assert static.largest == 2
+    assert static.steps(2, 0) == {2: 3 * 2}
+
+
 def test_drafters_cost_what_they_run() -> None:
     draft = Draft(rows=2, levels=[1, 1, 1], context=10)
     step = IDLE.seconds(forward_cost(SMALL, 2, 1, 10), 4)
@@ -192,6 +224,13 @@ def test_recorded_steps_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["simulate", str(tmp_path / "run"), "--drafter", "0", "--format", "md"]) == 0
     shown = capsys.readouterr().out
     assert "| 1 | 1.33 |" in shown and "| 3 | 2.00 |" in shown and shown.count("\n| 4 |") == 1
+    assert "batches are always full" in shown
+    static = ["simulate", str(tmp_path / "run"), "--drafter", "0", "--static", "--format", "md"]
+    assert main(static) == 0
+    shown = capsys.readouterr().out
+    assert "static batching" in shown and "\n| 2 |" in shown and shown.count("B=") == 1
+    assert main([*static, "--batches", "1,2"]) == 2
+    assert "--batches 2 is out of range; valid: 1..1" in capsys.readouterr().err
     assert main(["simulate", str(tmp_path / "run"), "--method", "vanilla"]) == 2
     assert "valid: --method echo" in capsys.readouterr().err
 
@@ -309,6 +348,7 @@ def test_a_replay_says_what_was_never_tested_and_what_trees_cost(
         ("--acceptance 1.5", "chance 1.5 is out of range"),
         ("--acceptance x", "argument --acceptance"),
         ("--acceptance 0.5 --method ngram", "name a run"),
+        ("--acceptance 0.5 --static", "recorded outputs; name a run"),
         ("gone", "gone holds no run"),
     ],
 )

@@ -12,12 +12,22 @@ from specbench.depth import Fixed, Goodput, StepTable, Survival
 from specbench.depth.replay import replay
 from specbench.method import Budget, Row
 from specbench.target import Target
-from specbench.trace import Mark, Span, Trace, play_oracle, read_traces, span, spans
+from specbench.trace import (
+    RIGHT,
+    SILENT,
+    WRONG,
+    Mark,
+    Span,
+    Trace,
+    play_oracle,
+    read_traces,
+    span,
+    spans,
+)
 from tests.controllers import SETTINGS, made, names
 from tests.drafters import Setting, as_record, decode, make_method
 from tests.made_runs import output
 
-WRONG, RIGHT, SILENT = Mark
 REQUESTS = [make_request((3 + i,), 60, name=str(i)) for i in range(40)]
 
 
@@ -27,11 +37,13 @@ def target() -> Target:
 
 
 def test_a_record_says_where_the_drafter_was_right() -> None:
-    record = output("echo", "a", (3, 3, 1, 2), (3, 3, 3, 4), (1, 1, 1, 2), (0, 0, 0, 1))
+    record = output(
+        "echo", "a", (3, 3, 1, 2), (3, 3, 3, 4), (1, 1, 1, 2), (0, 0, 0, 1), (2, 2, 0, 1)
+    )
     (trace,) = read_traces([record])
     assert list(trace[:5]) == [RIGHT, WRONG, RIGHT, RIGHT, RIGHT]
     assert trace[5] in (RIGHT, WRONG)
-    assert list(trace[6:]) == [RIGHT, SILENT, SILENT]
+    assert list(trace[6:]) == [RIGHT, SILENT, SILENT, Mark(False, 2)]
 
 
 def test_a_span_ends_where_the_drafter_is_wrong_or_silent() -> None:
@@ -40,6 +52,10 @@ def test_a_span_ends_where_the_drafter_is_wrong_or_silent() -> None:
     assert span(trace, 3, 2) == Span(2, 1)
     assert span(trace, 4, 9) == Span(1, 0)
     assert span(trace, 5, 9) == Span(0, 0)
+    stopped = [RIGHT, Mark(False, 2), *[RIGHT] * 4]
+    assert span(stopped, 0, 5) == Span(3, 1)
+    assert span(stopped, 0, 2) == Span(2, 1)
+    assert span(stopped, 1, 9) == Span(2, 0)
     assert [one.matched + 1 for one in spans(trace, 9)] == [3, 2, 1]
 
 

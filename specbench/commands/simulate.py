@@ -32,6 +32,11 @@ def add(commands: Commands) -> None:
     add("--method", metavar="M", help="whose steps (the one that drafts)")
     add("--workload", metavar="X", help="on what (all)")
     add(
+        "--static",
+        action="store_true",
+        help="batches of recorded outputs that empty, as a run's do (always full)",
+    )
+    add(
         "--acceptance",
         metavar="A,B",
         type=floats,

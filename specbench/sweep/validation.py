@@ -1,26 +1,34 @@
 """A profile's predictions held against a sweep: what the recorded steps of every point should take
-by the profile, beside what they took. Pure functions."""
+by the profile, and what `specbench simulate` makes of a single run, beside what was measured. Pure
+functions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from specbench.messages import counted
-from specbench.prediction import Forwards, Steps, predict
+from specbench.prediction import Forwards, Steps, on_profile, predict
 from specbench.profile import Profile
 from specbench.records import RequestRecord, Run
+from specbench.scenario import Replayed
 from specbench.stats import MIN_CLUSTERS
 from specbench.sweep.choices import by_setting
+from specbench.sweep.config import Setting
 from specbench.sweep.points import Point, Points
-from specbench.tables import Cell, Column, Heading, Note, Page, Table
+from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
 
 _READING = (
     "predicted: the recorded steps, with the nodes that each drafted, in batches as they were "
-    "decoded, at the profile's step times; what lies beyond its batches and depths is left out; "
-    "error: predicted / measured - 1; inside: whether the measured interval holds the prediction, "
-    f"`-` where under {MIN_CLUSTERS} batches leave none. "
-    "The profile should be of the same machine, threads and dtype"
+    "decoded, at the profile's step times; what lies beyond its batches and depths is left out",
+    "simulated: what `specbench simulate --static` makes of the steps that were recorded at the "
+    "smallest batch size and the largest depth alone; `-` for trees of other sizes than the "
+    "method's own",
+    "error: of that, as a share of what was measured; inside: whether the measured interval holds "
+    f"the prediction, `-` where under {MIN_CLUSTERS} batches leave none",
+    "the profile should be of the same machine, threads and dtype",
 )
+_LARGE = 0.1
+"""An error from which on a prediction is of little use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +37,25 @@ class Prediction:
 
     Args:
         point: as measured.
-        predicted: its speed-up over vanilla at the same batch size.
+        measured: its speed-up over vanilla at the same batch size.
+        predicted: from its own steps.
+        simulated: from those of another point; None where that says nothing of it.
     """
 
     point: Point
+    measured: float
     predicted: float
+    simulated: float | None
 
     @property
-    def error(self) -> float | None:
+    def error(self) -> float:
         """Of the prediction, as a share of what was measured."""
-        return self.predicted / self.point.gain - 1 if self.point.gain else None
+        return self.predicted / self.measured - 1
+
+    @property
+    def simulated_error(self) -> float | None:
+        """Of the simulation, likewise."""
+        return None if self.simulated is None else self.simulated / self.measured - 1
 
     @property
     def is_inside(self) -> bool | None:
@@ -75,7 +92,9 @@ def _of_method(
         batch: round(min(max(_mean_context(run, workload), shortest), longest))
         for batch, run in runs.items()
     }
-    for setting, own in by_setting(points).items():
+    settings = by_setting(points)
+    recorded = _simulated_from(runs[min(runs)], workload, settings)
+    for setting, own in settings.items():
         deepest = Steps(profile, setting.method, shortest).deepest
         for point in own:
             if point.gain and point.batch <= forwards.rows[-1] and setting.depth <= deepest:
@@ -84,7 +103,32 @@ def _of_method(
                 predicted = predict(
                     profile, setting.method, records, batch, setting.depth, contexts[batch]
                 )
-                yield Prediction(point=point, predicted=predicted)
+                steps = Steps(profile, setting.method, contexts[batch])
+                yield Prediction(
+                    point=point,
+                    measured=point.gain,
+                    predicted=predicted,
+                    simulated=_simulate(steps, recorded, setting, batch),
+                )
+
+
+def _simulated_from(run: Run, workload: str, settings: Iterable[Setting]) -> Replayed | None:
+    """What was recorded of the deepest setting; None where nothing was drafted there."""
+    plain = [setting for setting in settings if setting.nodes is None]
+    name = max(plain, key=lambda one: one.depth).name if plain else ""
+    records = [r for r in run.requests if (r.workload, r.method) == (workload, name)]
+    drafted = any(step[1] for record in records for step in record.steps)
+    return Replayed(records, static=True) if drafted else None
+
+
+def _simulate(
+    steps: Steps, recorded: Replayed | None, setting: Setting, batch: int
+) -> float | None:
+    if recorded is None or setting.nodes is not None or setting.depth > recorded.deepest:
+        return None
+    if recorded.largest is not None and batch > recorded.largest:
+        return None
+    return on_profile(steps, recorded, setting.depth).speed_up(batch, setting.depth)
 
 
 def _in_full_batches(run: Run, workload: str, method: str, size: int) -> list[RequestRecord]:
@@ -113,40 +157,56 @@ def page(found: Mapping[str, Sequence[Prediction]]) -> Page:
     elements: list[Heading | Note | Table] = [Heading("Predicted by the profile", 2)]
     for workload, made in found.items():
         if made:
-            elements += [_table(workload, made), Note(_summary(workload, made), "strong")]
-    return [*elements, Note(_READING)]
+            elements += [
+                _table(workload, made),
+                *(Note(n, "strong") for n in _summary(workload, made)),
+            ]
+    return [*elements, *map(Note, _READING)]
 
 
 def _table(workload: str, found: Sequence[Prediction]) -> Table:
     columns = [
         Column("method", numbers=False),
         Column("batch"),
-        Column("predicted"),
         Column("measured"),
+        Column("predicted"),
         Column("error"),
         Column("inside", numbers=False),
+        Column("simulated"),
+        Column("error"),
     ]
     words = {True: "yes", False: "no", None: "-"}
     rows = [
         [
             Cell(one.point.result.method),
             Cell(str(one.point.batch)),
+            Cell(f"{one.measured:.2f}x"),
             Cell(f"{one.predicted:.2f}x"),
-            Cell(f"{one.point.gain or 0.0:.2f}x"),
-            Cell(f"{100 * (one.error or 0.0):+.1f} %"),
+            Cell(f"{100 * one.error:+.1f} %"),
             Cell(words[one.is_inside]),
+            Cell(MISSING if one.simulated is None else f"{one.simulated:.2f}x"),
+            Cell(MISSING if one.simulated_error is None else f"{100 * one.simulated_error:+.1f} %"),
         ]
         for one in found
     ]
     return Table(f"{workload}: predicted and measured speed-ups", columns, rows)
 
 
-def _summary(workload: str, found: Sequence[Prediction]) -> str:
-    errors = sorted(abs(one.error) for one in found if one.error is not None)
+def _summary(workload: str, found: Sequence[Prediction]) -> Iterator[str]:
     told = [one.is_inside for one in found if one.is_inside is not None]
     inside = f"{sum(told)} of {len(told)} {'lies' if len(told) == 1 else 'lie'} in the measured"
+    yield _spread(f"{workload}, predicted", [one.error for one in found]) + (
+        f"; {inside} interval" if told else "; no point has a measured interval to lie in"
+    )
+    simulated = [one.simulated_error for one in found if one.simulated_error is not None]
+    if simulated:
+        yield _spread(f"{workload}, simulated", simulated)
+
+
+def _spread(what: str, errors: Sequence[float]) -> str:
+    sizes = sorted(map(abs, errors))
     return (
-        f"{workload}: over {counted(len(errors), 'point')} the prediction is off by "
-        f"{100 * median(errors):.1f} % in the median and {100 * errors[-1]:.1f} % at most; "
-        + (f"{inside} interval" if told else "no point has a measured interval to lie in")
+        f"{what}: over {counted(len(sizes), 'point')} it is off by {100 * median(sizes):.1f} % in "
+        f"the median and {100 * sizes[-1]:.1f} % at most, by more than {100 * _LARGE:.0f} % at "
+        f"{sum(size > _LARGE for size in sizes)}"
     )
