@@ -3,6 +3,8 @@ oracle, at the step times of a profile. Pure functions; what is shown is replaye
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 from specbench.depth import Choice, Fixed, StepTable
 from specbench.depth.replay import replay
@@ -30,14 +32,15 @@ from specbench.trace import (
 )
 
 OUTPUTS_PER_ROW = 8
-SPELL_STEPS = 100
+SPELL_STEPS = 500
 ASSUMPTIONS = (
     "a step takes what the profile has for its batch and the mean depth of its rows; the next "
     "request joins as soon as a row ends, and prefill takes no time",
     "records have no chances: survival goes by how a row's drafts fared so far",
     f"outputs are taken again from the first until there are {OUTPUTS_PER_ROW} for each row of the "
     "largest batch; under a changing load there is room for each of the batch sizes in turn, up "
-    f"and down again, each for the time of {SPELL_STEPS} steps of a row without drafts",
+    f"and down again, each for the time of {SPELL_STEPS} steps of a row without drafts; rows that "
+    "are there stay until they end, and outputs are taken again until that time is over",
     "the oracle knows what is right, drafts nothing else, and takes of it what makes most tokens a "
     "second in this step; regret is the share of its throughput that a controller misses",
 )
@@ -95,24 +98,49 @@ def compare(
     ways = {f"fixed at {d}": Fixed(d, d) for d in range(deepest + 1)}
     chosen = {text: Choice.read(text).make(config, times) for text in controllers}
     again = -(-OUTPUTS_PER_ROW * max(batches) // len(traces))
-    traces = list(traces) * max(1, again)
-    loads: dict[int | None, int | Room] = {batch: batch for batch in batches}
-    if len(loads) > 1:
-        loads[None] = changing(batches, SPELL_STEPS * times.step_s([0]))
+    loads = [_Load(batch, batch, list(traces) * max(1, again)) for batch in batches]
+    if len(batches) > 1:
+        loads.append(_changing(batches, traces, times, deepest))
     found = []
-    for batch, room in loads.items():
-        best = play_oracle(traces, room, deepest, times.step_s)
+    for load in loads:
+        best = play_oracle(load.traces, load.room, deepest, times.step_s, load.until_s)
         for name, controller in (ways | chosen).items():
-            made = replay(traces, room, controller, times)
-            found.append(Compared(name=name, batch=batch, made=made, best=best))
+            made = replay(load.traces, load.room, controller, times, load.until_s)
+            found.append(Compared(name=name, batch=load.batch, made=made, best=best))
     return found
 
 
-def changing(batches: Sequence[int], spell_s: float) -> Room:
-    """Room that goes through some batch sizes, up and down again, for so many seconds each."""
+class _Load(NamedTuple):
+    """What is there to do, and for how many rows there is room."""
+
+    batch: int | None
+    room: int | Room
+    traces: Sequence[Trace]
+    until_s: float = inf
+
+
+def _changing(
+    batches: Sequence[int], traces: Sequence[Trace], times: StepTable, deepest: int
+) -> _Load:
+    """One tide, and more outputs than anything can make of it."""
+    alone_s = times.step_s([0])
+    sizes = tide(batches)
+    until_s = len(sizes) * SPELL_STEPS * alone_s
+    # No step is shorter than one of a row without drafts, and none makes more than all it drafts.
+    most = len(sizes) * SPELL_STEPS * max(batches) * (1 + deepest)
+    again = -(-most // sum(map(len, traces)))
+    return _Load(None, spells(sizes, SPELL_STEPS * alone_s), list(traces) * again, until_s)
+
+
+def tide(batches: Sequence[int]) -> list[int]:
+    """Batch sizes, up and down again; the least comes once."""
     up = sorted(batches)
-    tide = up + up[-2:0:-1]
-    return lambda seconds: tide[int(seconds / spell_s) % len(tide)]
+    return up + up[-2:0:-1]
+
+
+def spells(sizes: Sequence[int], spell_s: float) -> Room:
+    """Room for each of some sizes in turn, for so many seconds each."""
+    return lambda seconds: sizes[int(seconds / spell_s) % len(sizes)]
 
 
 def page(

@@ -150,6 +150,7 @@ def play(
     room: int | Room,
     decide: Decide,
     step_s: Callable[[Sequence[int]], float],
+    until_s: float = inf,
 ) -> Replay:
     """Plays traces, so many at a time; the next joins as soon as one ends.
 
@@ -158,15 +159,17 @@ def play(
         room: rows at a time, always or by the time; 1 or more.
         decide: chooses what to verify.
         step_s: seconds of a step, by the nodes of each row.
+        until_s: when to stop, whatever is left.
     """
     waiting = deque(range(len(traces)))
     rows: list[Running] = []
-    num_steps, seconds = 0, 0.0
-    while waiting or rows:
+    num_tokens, num_steps, seconds = 0, 0, 0.0
+    while (waiting or rows) and seconds < until_s:
         most = room(seconds) if callable(room) else room
         while waiting and len(rows) < most:
             rows.append(Running(waiting.popleft(), 0))
         found = decide(rows)
+        num_tokens += sum(one.matched + 1 for one in found)
         num_steps += 1
         seconds += step_s([one.offered for one in found])
         moved = [
@@ -174,7 +177,7 @@ def play(
             for row, one in zip(rows, found, strict=True)
         ]
         rows = [row for row in moved if row.position < len(traces[row.trace])]
-    return Replay(sum(map(len, traces)), num_steps, seconds)
+    return Replay(num_tokens, num_steps, seconds)
 
 
 def play_oracle(
@@ -182,9 +185,10 @@ def play_oracle(
     room: int | Room,
     depth: int,
     step_s: Callable[[Sequence[int]], float],
+    until_s: float = inf,
 ) -> Replay:
     """The per-step oracle: it knows what is right, has nothing else verified, and of that as much
-    as makes most tokens for each second of this step, level by level."""
+    as makes most tokens for each second of this step, level by level. See `play`."""
 
     def decide(rows: Sequence[Running]) -> list[Span]:
         right = [span(traces[row.trace], row.position, depth).matched for row in rows]
@@ -199,4 +203,4 @@ def play_oracle(
                         best, chosen = rate, list(nodes)
         return [Span(num, num) for num in chosen]
 
-    return play(traces, room, decide, step_s)
+    return play(traces, room, decide, step_s, until_s)

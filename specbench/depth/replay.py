@@ -1,6 +1,7 @@
 """Depth controllers on recorded steps: what each would have made of them."""
 
 from collections.abc import Sequence
+from math import inf
 
 from specbench.depth.controller import Admission, DepthController
 from specbench.depth.times import StepTimes
@@ -10,7 +11,11 @@ from specbench.tree import Tree
 
 
 def replay(
-    traces: Sequence[Trace], room: int | Room, controller: DepthController, times: StepTimes
+    traces: Sequence[Trace],
+    room: int | Room,
+    controller: DepthController,
+    times: StepTimes,
+    until_s: float = inf,
 ) -> Replay:
     """Plays traces under a controller. Records have no chances, so one that reads drafts goes by
     match statistics, if it can.
@@ -20,6 +25,7 @@ def replay(
         room: rows at a time, always or by the time.
         controller: chooses the depths; reset first.
         times: what steps cost.
+        until_s: when to stop, whatever is left.
     """
     controller.reset()
     rows = [_row(str(index), len(trace)) for index, trace in enumerate(traces)]
@@ -48,7 +54,7 @@ def replay(
         controller.observe(Verdict(batch_rows, proposal, paths, paths, {}))
         return verified
 
-    return play(traces, room, decide, times.step_s)
+    return play(traces, room, decide, times.step_s, until_s)
 
 
 def _row(name: str, length: int) -> Row:
