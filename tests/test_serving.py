@@ -255,6 +255,16 @@ def test_arrivals_are_a_poisson_stream() -> None:
     assert sum(gap > 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.015)
 
 
+def test_a_load_that_swings_has_spells_and_the_same_mean() -> None:
+    times = poisson_times(4.0, 20_000, (0, 0), swing=9)
+    assert times[-1] / len(times) == pytest.approx(0.25, rel=0.03)
+    ends = [0.0, *times[4_999::5_000]]
+    slow, fast, slow_again, fast_again = (b - a for a, b in pairwise(ends))
+    assert slow / fast == pytest.approx(9, rel=0.06) == slow_again / fast_again
+    assert poisson_times(4.0, 9, (0, 0), swing=1) == poisson_times(4.0, 9, (0, 0))
+    assert len(poisson_times(4.0, 3, (0, 0), swing=9)) == 3
+
+
 def test_arrivals_follow_the_seed_and_only_their_speed_the_rate() -> None:
     one, again, other = (poisson_times(2.0, 9, seed) for seed in [(3, 0), (3, 0), (3, 1)])
     assert one == again != other

@@ -12,7 +12,7 @@ from specbench.cli import main
 from specbench.commands.serve import controllers
 from specbench.conformance.models import save_tiny_model
 from specbench.filing import shard_path
-from specbench.serving.arrivals import Arrival
+from specbench.serving.arrivals import Arrival, poisson_times
 from specbench.serving.config import DEFAULT_LOADS, Entry, ServeConfig
 from specbench.serving.records import ServingRun, read_serving
 from specbench.serving.run import choose_prompts
@@ -57,6 +57,8 @@ def config(**settings: Any) -> ServeConfig:
         ({"loads": (0.5,), "rates": (1.0,)}, "given twice; valid: --loads or --rates"),
         ({"rates": (0.0,)}, r"--rates 0\.0 is out of range; valid: above 0"),
         ({"loads": (float("inf"),)}, "--loads inf is out of range"),
+        ({"swing": 0.5}, r"--swing 0\.5 is out of range; valid: 1 or more"),
+        ({"swing": float("nan")}, "--swing nan is out of range"),
         ({"requests": 0}, "--requests 0 is out of range"),
         ({"max_batch": 0}, "--max-batch 0"),
         ({"rounds": 0}, "--rounds 0"),
@@ -164,7 +166,8 @@ def test_rates_are_taken_as_they_are_given(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--rates", "200,50", "--rounds", "1", "--temperature", "0.8", "--seed", "3")
-    assert serve(*words, "--sampling", "coupled", "--out", tmp_path / "run") == 0
+    swing = ("--sampling", "coupled", "--swing", "3")
+    assert serve(*words, *swing, "--out", tmp_path / "run") == 0
     run = read_serving(tmp_path / "run")
     found = [(o.about.rate, o.about.load, o.about.method, o.about.order) for o in run.passes]
     assert found == [
@@ -177,6 +180,9 @@ def test_rates_are_taken_as_they_are_given(
     assert run.info["settings"]["temperature"] == 0.8
     shown = " ".join(capsys.readouterr().out.split())
     assert "T=0.8, rule coupled" in shown
+    assert "4 spells, every other one 3 times as fast" in shown
+    times = sorted(served(run, "vanilla")[0, 50.0].values())
+    assert times == poisson_times(50.0, 8, (3, 0), swing=3)
     assert "too few rounds for a verdict at 50 requests/s and 200 requests/s" in shown
     assert "give --rounds 2 or more" in shown and "proven to" not in shown
     assert main(["serve", "--report", str(tmp_path / "run"), "--format", "md"]) == 0

@@ -57,8 +57,14 @@ def add(commands: Commands) -> None:
         help="arrival rates as shares of vanilla's capacity, measured first (0.5,0.8,1.2)",
     )
     add("--rates", metavar="R,S", type=floats, help="in place of it, requests per second")
+    add(
+        "--swing",
+        metavar="K",
+        type=float,
+        help="a load that changes: every other spell of requests comes K times as fast (1)",
+    )
     add("--requests", metavar="N", type=int, help="arrivals at each rate (32)")
-    add("--rounds", metavar="R", type=int, help="passes at each rate, of other arrivals (2)")
+    add("--rounds", metavar="R", type=int, help="passes at each rate, of other arrivals (3)")
     add("--max-batch", metavar="B", type=int, help="the most decoded together (8)")
     add_shared(serve, "--max-new-tokens")
     add("--temperature", metavar="T", type=float, help="0 is greedy (0.0)")

@@ -37,6 +37,7 @@ class ServeConfig:
         loads: arrival rates as shares of the baseline's capacity at the largest batch, which is
             measured first: a rate in requests per second means nothing on another machine.
         rates: arrival rates in requests per second, in place of loads.
+        swing: how many times as fast requests come in every other spell, the rate being the mean.
         requests: how many arrive at each rate.
         rounds: passes at each rate, each with arrival times of its own.
         max_batch: the most that are decoded together.
@@ -57,6 +58,7 @@ class ServeConfig:
     workloads: tuple[str, ...] = DEFAULT_WORKLOADS
     loads: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    swing: float = 1.0
     requests: int = 32
     rounds: int = 3
     max_batch: int = 8
@@ -71,6 +73,8 @@ class ServeConfig:
         for name in ("requests", "rounds", "max_batch"):
             check_least(name, getattr(self, name), 1)
         check_least("seed", self.seed, 0)
+        if not (self.swing >= 1 and math.isfinite(self.swing)):
+            raise ValueError(f"--swing {self.swing:g} is out of range; valid: 1 or more")
         if self.loads and self.rates:
             raise ValueError("the arrival rates are given twice; valid: --loads or --rates")
         for name in ("loads", "rates"):

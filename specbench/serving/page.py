@@ -9,6 +9,7 @@ from specbench.merge import Section
 from specbench.messages import are, counted
 from specbench.metrics import LEAST_LAW_P
 from specbench.records import BASELINE, Run
+from specbench.serving.arrivals import SPELLS
 from specbench.serving.metrics import Metrics, Percentiles, capacity
 from specbench.serving.ratios import (
     MIN_ROUNDS,
@@ -26,7 +27,8 @@ from specbench.tables import MISSING, NO_BREAK, Cell, Column, Heading, Note, Pag
 DEFINITIONS = {
     "load": "arrivals per second over the most requests per second that vanilla serves at the "
     "largest batch, from a pass in which all came at once; above 1 the queue grows as long as "
-    "requests come",
+    "requests come. Where the rate swings it is the mean: of as many requests in slow spells as in "
+    "fast ones",
     "latency": "seconds from a request's arrival to its last token",
     "of vanilla's": "the sum of latencies over vanilla's, at the same rate, of the same requests "
     "arriving at the same times; above 1 speculation hurts. The 95 % interval holds two spreads: "
@@ -141,12 +143,16 @@ def _rate(result: Result) -> str:
 
 def _settings(run: ServingRun) -> str:
     settings = run.info["settings"]
-    temperature = settings.get("temperature")
+    temperature, swing = settings.get("temperature"), settings.get("swing", 1.0)
     saturated = [one for one in run.passes if one.about.rate is None and one.served]
     parts = [
         f"{counted(len(run.references), 'request')} at each rate and round, from "
         + ", ".join(run.info["workloads"]),
         f"rounds {settings.get('rounds')}",
+        *(
+            [f"the rate swings: {SPELLS} spells, every other one {swing:g} times as fast"]
+            * (swing > 1)
+        ),
         f"at most {settings.get('max_batch')} at once and "
         + counted(int(settings.get("max_new_tokens", 0)), "token"),
         f"T={temperature:g}, rule {settings.get('sampling')}" if temperature else "greedy",

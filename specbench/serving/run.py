@@ -213,7 +213,8 @@ class _Serving:
         rate = float("inf") if about.rate is None else about.rate
         # The ids of two workloads may be the same.
         requests = [self.jobs[name].request for name in names]
-        arrivals = arrive(requests, rate, (self.config.seed, about.round))
+        seed = (self.config.seed, about.round)
+        arrivals = arrive(requests, rate, seed, self.config.swing)
         visits = self._serve(Entry(about.method, about.controller), arrivals)
         records: list[ServingRecord] = [about]
         for (workload, _), visit in zip(names, visits, strict=True):
