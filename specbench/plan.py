@@ -18,9 +18,17 @@ from specbench import provenance
 from specbench.bench import failures
 from specbench.config import RunConfig
 from specbench.files import remove_unfinished
-from specbench.filing import is_edited, shard_path
+from specbench.filing import Format, is_edited, shard_path
 from specbench.merge import fingerprint, flat
-from specbench.records import FailureRecord, Record, read_info, read_shard, write_run, write_shard
+from specbench.records import (
+    RUN,
+    FailureRecord,
+    Record,
+    read_info,
+    read_shard,
+    write_run,
+    write_shard,
+)
 from specbench.shards import Shard, load_workloads, plan_shards, request_ids
 from specbench.target.loading import refuse_unsupported, resolve
 from specbench.worker import hush
@@ -99,7 +107,7 @@ class Plan:
             _check_free(self.folder)
         else:
             self.before = read_info(self.folder)
-            left = (s for s in self.pending if _why_open(self.folder, s.id) is not None)
+            left = (s for s in self.pending if why_open(RUN, self.folder, s.id) is not None)
             self.pending = deque(left)
 
     def begin(self, described: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -119,18 +127,7 @@ class Plan:
         if self.before is None:
             self._write(lambda: write_run(self.folder, info))
         else:
-            changed = _changes(self.before, info)
-            if changed:
-                raise ValueError(
-                    f"{self.folder} cannot go on, it would mix results: "
-                    f"{textwrap.shorten('; '.join(changed), 300, placeholder=' ...')}; "
-                    "start a new run with --out"
-                )
-            if is_edited(self.before):
-                raise ValueError(
-                    f"{self.folder}/run.json has been edited; start a new run with --out"
-                )
-            _note_resumption(self.before, info)
+            go_on(RUN, self.folder, self.before, info)
             self._write(lambda: write_run(self.folder, self.before or {}))
         cpus = dict.fromkeys(str(one["machine"]["cpu"]) for one in described)
         if len(cpus) > 1:
@@ -248,7 +245,9 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
         info["settings"] | ({"workers": num_workers} if num_workers is not None else {})
     )
     damaged = {
-        name: reason for name in info["shards"] if (reason := _why_open(folder, name)) is not None
+        name: reason
+        for name in info["shards"]
+        if (reason := why_open(RUN, folder, name)) is not None
     }
     if not damaged:
         return Plan(config, folder, [], [], deque(), started, info)
@@ -292,13 +291,13 @@ def _load(config: RunConfig) -> tuple[list[Workload], list[Shard]]:
     return workloads, [shard for w in workloads for shard in plan_shards(w, config.batch_size)]
 
 
-def _why_open(folder: Path, shard: str) -> str | None:
+def why_open(kind: Format[Any], folder: Path, shard: str) -> str | None:
     """Why a shard is to be measured, "" if it was not yet; None if it is done."""
     path = shard_path(folder, shard)
     if not path.exists():
         return ""
     try:
-        read_shard(path)
+        kind.read_shard(path)
     except ValueError as error:
         return str(error)
     return None
@@ -336,6 +335,31 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
+def go_on(kind: Format[Any], folder: Path, before: dict[str, Any], now: Mapping[str, Any]) -> None:
+    """Holds a run that goes on against what it began with, and adds to its provenance that it does.
+
+    Args:
+        kind: of run.
+        before: its settings and provenance, which are added to.
+        now: what they would be of a new run.
+
+    Raises:
+        ValueError: it would mix results, or was edited.
+    """
+    changed = _changes(before, now)
+    if changed:
+        raise ValueError(
+            f"{folder} cannot go on, it would mix results: "
+            f"{textwrap.shorten('; '.join(changed), 300, placeholder=' ...')}; "
+            "start a new run with --out"
+        )
+    if is_edited(before):
+        raise ValueError(f"{folder}/{kind.info} has been edited; start a new run with --out")
+    keys = ("argv", "started", "load_average", "workers", "threads_per_worker")
+    resumed = before["provenance"].setdefault("resumed", [])
+    resumed.append({key: now["provenance"][key] for key in keys})
+
+
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when a run began, a sentence for each."""
     was, is_ = _flatten(before), _flatten(now)
@@ -350,10 +374,3 @@ def _flatten(info: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint, and what is to be measured."""
     asked = {part: info.get(part, {}) for part in ("methods", "workloads")}
     return fingerprint(info) | flat(asked)
-
-
-def _note_resumption(info: dict[str, Any], now: Mapping[str, Any]) -> None:
-    """Adds how a run went on to its provenance."""
-    keys = ("argv", "started", "load_average", "workers", "threads_per_worker")
-    resumed = info["provenance"].setdefault("resumed", [])
-    resumed.append({key: now["provenance"][key] for key in keys})

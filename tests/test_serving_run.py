@@ -216,7 +216,8 @@ def test_what_is_missing_or_edited_is_said(
     out = tmp_path / "run"
     assert serve("--rates", "500", "--rounds", "1", "--out", out) == 0
     assert serve("--rates", "500", "--out", out) == 2
-    assert "is not empty; choose another --out" in capsys.readouterr().err
+    again = f"go on with `specbench serve --resume {out}` or choose another --out"
+    assert f"is not empty; {again}" in capsys.readouterr().err
     vanilla, ngram = (shard_path(out, shard) for shard in shard_names(out)[1:])
     ngram.unlink()
     assert main(["serve", "--report", str(out)]) == 0
@@ -247,6 +248,51 @@ def test_what_is_finished_before_an_interruption_is_kept(
     assert [one.about.method for one in run.passes] == ["vanilla"] * 2 and len(run.missing) == 1
     assert main(["serve", "--report", str(tmp_path / "run")]) == 0
     assert "1 of 4 parts is missing" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_goes_on(
+    serve: Serve,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    assert serve("--loads", "0.8", "--rounds", "2", "--out", out) == 0
+    names, whole = shard_names(out), read_serving(out)
+    lost, damaged = (shard_path(out, shard) for shard in (names[-1], names[-2]))
+    kept = {name: shard_path(out, name).read_text() for name in names[:-2]}
+    lost.unlink()
+    damaged.write_text(damaged.read_text()[:-100])
+    capsys.readouterr()
+    assert main(["serve", "--resume", str(out)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"served again: {damaged} is not" in said and "6/6 shards" in said
+    run = read_serving(out)
+    assert not run.missing and len(run.info["provenance"]["resumed"]) == 1
+    # What was there is as it was, and what is new came at the same rates and times.
+    assert kept == {name: shard_path(out, name).read_text() for name in kept}
+    assert [one.about for one in run.passes] == [one.about for one in whole.passes]
+    assert served(run, "ngram") == served(whole, "ngram")
+    # There is nothing left to do.
+    monkeypatch.setattr(Server, "serve", None)
+    assert main(["serve", "--resume", str(out)]) == 0
+    assert main(["serve", "--resume", str(out), "--rounds", "3"]) == 2
+    assert "--resume takes the run's own settings; remove --rounds" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_another_target(
+    serve: Serve, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    save_tiny_model(folder / "changing", max_position_embeddings=128)
+    words = ("--target", "changing", "--rates", "500", "--rounds", "1")
+    assert serve(*words, "--out", out) == 0
+    last = shard_path(out, shard_names(out)[-1])
+    last.write_text("damaged")
+    save_tiny_model(folder / "changing", max_position_embeddings=128, seed=5)
+    assert main(["serve", "--resume", str(out)]) == 2
+    assert "cannot go on, it would mix results" in capsys.readouterr().err
+    assert last.read_text() == "damaged"
 
 
 def shard_names(out: Path) -> list[str]:

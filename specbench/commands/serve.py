@@ -72,6 +72,7 @@ def add(commands: Commands) -> None:
     add("--seed", metavar="S", type=int, help="of arrivals, prompts and random numbers (0)")
     add_knobs(serve)
     add_shared(serve, "--out")
+    add("--resume", metavar="DIR", type=folder, help="go on with what is in a folder")
     add("--report", metavar="DIR", type=folder, help="show what is in a folder again")
     add_format(serve)
 
@@ -79,31 +80,44 @@ def add(commands: Commands) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from specbench.serving.records import read_serving
 
+    for mode in ("report", "resume"):
+        if mode in arguments:
+            _refuse(arguments, mode)
     if "report" in arguments:
-        extra = sorted(set(given(arguments, "report", "format", "knobs")))
-        if extra or arguments.knobs:
-            raise ValueError(
-                f"--report shows a finished run; remove "
-                f"{', '.join(map(option, extra)) or '--set'}; valid beside it: --format"
-            )
         _show(arguments, read_serving(arguments.report), define=True)
         return EXIT_DONE
     return _measure(arguments)
 
 
+def _refuse(arguments: argparse.Namespace, mode: str) -> None:
+    """Refuses settings beside a folder that has its own."""
+    extra = sorted(set(given(arguments, mode, "format", "knobs")))
+    if extra or arguments.knobs:
+        raise ValueError(
+            f"{option(mode)} takes the run's own settings; remove "
+            f"{', '.join(map(option, extra)) or '--set'}; valid beside it: --format"
+        )
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     with terminable():
         from specbench.serving.config import ServeConfig
-        from specbench.serving.run import serve
+        from specbench.serving.run import resume, resume_command, serve
 
-        settings = given(arguments, "out", "format") | {"knobs": read_knobs(arguments.knobs)}
-        notes = choose_methods(settings, ServeConfig.target)
-        out = out_folder(arguments, "serving-")
+        out: Path = vars(arguments).get("resume") or out_folder(arguments, "serving-")
         try:
-            run = serve(ServeConfig(**settings), out, notes)
+            if "resume" in arguments:
+                run = resume(out)
+            else:
+                settings = given(arguments, "out", "format") | {
+                    "knobs": read_knobs(arguments.knobs)
+                }
+                notes = choose_methods(settings, ServeConfig.target)
+                run = serve(ServeConfig(**settings), out, notes)
         except KeyboardInterrupt:
-            kept = f"; `{_again(out)}` shows what is finished" if out.exists() else ""
-            print(f"specbench: interrupted{kept}", file=sys.stderr)
+            is_kept = (out / "serving.json").exists()
+            kept = f"; `{_again(out)}` shows what is finished, go on with `{resume_command(out)}`"
+            print(f"specbench: interrupted{kept * is_kept}", file=sys.stderr)
             return EXIT_INTERRUPTED
     _show(arguments, run, define=False)
     if arguments.format == "rich":

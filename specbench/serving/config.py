@@ -4,10 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict
 
 from specbench import registry
-from specbench.config import DEFAULT_WORKLOADS, RunConfig
+from specbench.config import DEFAULT_WORKLOADS, RunConfig, settings_from
 from specbench.depth import Choice
 from specbench.messages import check_least
 from specbench.records import BASELINE
@@ -51,6 +53,8 @@ class ServeConfig:
     Raises:
         ValueError: anything unknown or out of range; the message lists what is valid.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     target: str = DEFAULT_TARGET
     methods: tuple[str, ...] = ()
@@ -145,3 +149,12 @@ class ServeConfig:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, to file."""
         return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "ServeConfig":
+        """From what `to_dict` gave, lists for tuples.
+
+        Raises:
+            ValueError: a setting that this version does not know, of another type or out of range.
+        """
+        return settings_from(ServeConfig, values)

@@ -2,10 +2,12 @@
 every controller, each pass filed as soon as it is done."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +17,9 @@ from specbench.bench import Job
 from specbench.controllers import Controllers
 from specbench.decode import Decoder
 from specbench.depth import Choice, DepthController
+from specbench.filing import shard_path
 from specbench.layout import Node, most_threads, plan_layout
-from specbench.plan import check_writable, run_info
+from specbench.plan import check_writable, go_on, run_info, why_open
 from specbench.progress import Progress
 from specbench.records import BASELINE, FailureRecord, Record, ReferenceRecord
 from specbench.serving import metrics
@@ -59,9 +62,50 @@ def serve(config: ServeConfig, folder: Path, notes: Sequence[str] = ()) -> Servi
         ValueError: a setting that does not fit the target, a folder that cannot be used, or no
         prompt can be decoded.
     """
-    started = provenance.collect()
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; choose another --out")
+        instead = f"go on with `{resume_command(folder)}` or " * (folder / SERVING.info).exists()
+        raise ValueError(f"{folder} is not empty; {instead}choose another --out")
+    return _serve(config, folder, notes)
+
+
+def resume(folder: Path) -> ServingRun:
+    """Goes on with a run: what is finished is kept, and what is damaged is served again.
+
+    Raises:
+        ValueError: the folder holds no serving run, or what it ran on is no more.
+    """
+    info = SERVING.read_info(folder)
+    config = ServeConfig.from_dict(info["settings"])
+    left = {
+        shard: reason
+        for shard in info["shards"]
+        if (reason := why_open(SERVING, folder, shard)) is not None
+    }
+    if not left:
+        return read_serving(folder)
+    notes = [f"served again: {reason}" for reason in left.values() if reason]
+    return _serve(config, folder, notes, info, list(left))
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to go on with a run."""
+    return f"specbench serve --resume {shlex.quote(str(folder))}"
+
+
+def _serve(
+    config: ServeConfig,
+    folder: Path,
+    notes: Sequence[str],
+    before: dict[str, Any] | None = None,
+    left: Sequence[str] = (),
+) -> ServingRun:
+    """Serves what is not filed yet.
+
+    Args:
+        before: if the run goes on, what was filed of its settings and provenance.
+        left: likewise, the shards that are still to come.
+    """
+    started = provenance.collect()
     hush()
     refuse_unsupported(resolve(config.target), config.target)
     workloads = choose_prompts(load_workloads(config.workloads, None), config.requests, config.seed)
@@ -69,14 +113,19 @@ def serve(config: ServeConfig, folder: Path, notes: Sequence[str] = ()) -> Servi
     node = Node(os.cpu_count() or 1, torch.cuda.device_count())
     layout = plan_layout([node], 1, 1, most_threads())
     num_passes = len(config.entries()) * len(config.loads or config.rates) * config.rounds
-    with Progress(num_passes + (1 if config.loads else 0), 0) as progress:
+    num_parts = 1 + num_passes + (1 if config.loads else 0)
+    with Progress(num_parts, num_parts - len(left) if before else 0) as progress:
         for note in notes:
             progress.say(note)
         progress.say("loading the target and the methods")
         worker = Worker(config.run_config(), layout.num_threads)
         serving = _Serving(config, folder, workloads, worker, progress)
         info = run_info(config.to_dict(), started, [worker.describe()], workloads, serving.shards())
-        SERVING.write_info(folder, info)
+        if before is not None:
+            go_on(SERVING, folder, before, info)
+            for shard in left:
+                shard_path(folder, shard).unlink(missing_ok=True)
+        SERVING.write_info(folder, info if before is None else before)
         serving.run()
     return read_serving(folder)
 
@@ -169,6 +218,7 @@ class _Serving:
     def _refer(self) -> None:
         """Decodes every request alone by the baseline: what the outputs are held against."""
         self.progress.say("decoding the references")
+        self.progress.start(REFERENCES)
         records: list[Record] = []
         for workload in self.workloads:
             for prompt in workload.prompts:
@@ -176,7 +226,9 @@ class _Serving:
                 self.worker.bench.refer(workload, prompt, self.sampling, records, jobs)
                 self.jobs |= {(workload.name, job.request.id): job for job in jobs}
         kept = [r for r in records if isinstance(r, ReferenceRecord | FailureRecord)]
-        SERVING.write_shard(self.folder, REFERENCES, kept)
+        if not shard_path(self.folder, REFERENCES).exists():
+            SERVING.write_shard(self.folder, REFERENCES, kept)
+            self.progress.finish(REFERENCES)
         if not self.jobs:
             reasons = [r.reason for r in kept if isinstance(r, FailureRecord)]
             raise ValueError(
@@ -208,7 +260,10 @@ class _Serving:
     def _pass(
         self, shard: str, about: PassRecord, names: Sequence[tuple[str, str]]
     ) -> list[ServingRecord]:
-        """Serves some requests, and files what they saw."""
+        """Serves some requests, and files what they saw; what is filed already is read."""
+        filed = shard_path(self.folder, shard)
+        if filed.exists():
+            return SERVING.read_shard(filed)
         self.progress.start(shard)
         rate = float("inf") if about.rate is None else about.rate
         # The ids of two workloads may be the same.
