@@ -36,7 +36,8 @@ SPELL_STEPS = 500
 ASSUMPTIONS = (
     "a step takes what the profile has for its batch and the mean depth of its rows; the next "
     "request joins as soon as a row ends, and prefill takes no time",
-    "records have no chances: survival goes by how a row's drafts fared so far",
+    "records have no chances: survival goes by how a row's drafts fared so far; drafting is in the "
+    "step times, so it stops where one level alone does not pay, which it need not do live",
     f"outputs are taken again from the first until there are {OUTPUTS_PER_ROW} for each row of the "
     "largest batch; under a changing load there is room for each of the batch sizes in turn, up "
     f"and down again, each for the time of {SPELL_STEPS} steps of a row without drafts; rows that "

@@ -137,3 +137,14 @@ def test_under_changing_load_goodput_and_survival_lose_less_than_every_fixed_dep
     }
     fixed = min(regret for name, regret in regrets.items() if name.startswith("fixed"))
     assert max(regrets["goodput"], regrets["survival"]) < fixed
+
+
+@pytest.mark.parametrize("name", ["goodput", "survival"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_controller_sees_when_drafts_fare_well_again(name: str, batch: int) -> None:
+    """It drafts nothing once they were wrong for long, and can learn only from what it tries."""
+    hard, easy = [WRONG] * 60, [RIGHT] * 60
+    traces = [hard] * 10 * batch + [easy] * 100 * batch
+    best = play_oracle(traces, batch, 4, TIMES.step_s)
+    assert replay(traces, batch, made(name, {"times": TIMES}), TIMES).regret(best) < 0.1
+    assert replay(traces, batch, Fixed(0, 0), TIMES).regret(best) > 0.5

@@ -92,7 +92,9 @@ class Goodput(Bounded):
             tokens = [a + b for a, b in zip(tokens, expected, strict=True)]
         seconds = self._by_depth(len(rows))
         goodput = [t / s for t, s in zip(tokens, seconds, strict=True)]
-        depth = goodput.index(max(goodput)) or self._probe(seconds)
+        depth = goodput.index(max(goodput))
+        self.is_probing = not depth and self._is_time_to_probe(seconds)
+        depth += self.is_probing
         if depth:
             self.idle_s = 0.0
         return [self.within(depth)] * len(rows)
@@ -108,11 +110,12 @@ class Goodput(Bounded):
         """Of a step that drafts so deep."""
         return self.times.step_s([depth] * num_rows)
 
-    def _probe(self, seconds: Sequence[float]) -> int:
-        """1 where it is time to look again; by the seconds of a step at each depth."""
+    def _is_time_to_probe(self, seconds: Sequence[float]) -> bool:
+        """Whether to see again how a level of drafts fares; by the seconds of a step at each
+        depth."""
         self.idle_s += seconds[0]
         could_pay = any((1 + d) * seconds[0] > s for d, s in enumerate(seconds) if d)
-        return int(could_pay and seconds[1] - seconds[0] <= self.probe * self.idle_s)
+        return could_pay and seconds[1] - seconds[0] <= self.probe * self.idle_s
 
     def observe(self, verdict: Verdict) -> None:
         """Counts what was accepted."""
@@ -123,4 +126,4 @@ class Goodput(Bounded):
     def reset(self) -> None:
         """Forgets how drafts fared."""
         self.acceptance = RunningAcceptance(self.budget.depth)
-        self.idle_s = 0.0
+        self.idle_s, self.is_probing = 0.0, False

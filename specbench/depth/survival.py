@@ -56,7 +56,13 @@ class Survival(Goodput):
         return budgets
 
     def admit(self, admission: Admission) -> None:
-        """Algorithm 1."""
+        """Algorithm 1. A probe is admitted whatever is thought of it: nothing is learnt of drafts
+        that are not verified."""
+        if self.is_probing:
+            for row in range(len(admission.num_nodes)):
+                if admission.next(row):
+                    admission.admit(row)
+            return
         nodes = [0] * len(admission.num_nodes)
         survivals = [[1.0] for _ in nodes]
         queue: list[tuple[float, int]] = []
