@@ -2,7 +2,7 @@
 functions; nothing is modelled but what the profile has not."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from statistics import fmean, median
@@ -137,7 +137,7 @@ class Steps:
 
         Args:
             rows: decoded together.
-            depth: that each may draft.
+            depth: that each may draft; 0 for a step of vanilla, where the profile has some.
             nodes: drafted of each, in chains.
             tree_nodes: in trees, of each; None for those of the profile.
 
@@ -146,19 +146,34 @@ class Steps:
         """
         check_within("batch", rows, self.forwards.rows)
         check_within("--depth", depth, [0, self.deepest])
+        if not depth and self._vanilla is not self:
+            return self._vanilla.cost(rows, 0, 0.0)
         if not self._own:
             return StepCost(0.0, self._grid_s(rows, nodes, self.context))
         known = depth if self.knows_drafts else 0
-        draft_s, own_forward, bookkeeping_s, own_nodes = (
+        draft_s, own_forward, bookkeeping_s, _ = (
             table.step_s([known] * rows) for table in self._parts
         )
-        if own_nodes > known:
-            nodes = own_nodes if tree_nodes is None else tree_nodes
+        nodes = self.nodes(rows, depth, nodes, tree_nodes)
         forward_s = own_forward * self._grid_s(rows, nodes, self.context)
         return StepCost(draft_s if depth else 0.0, forward_s, bookkeeping_s)
 
+    def nodes(self, rows: int, depth: int, nodes: float, tree_nodes: float | None = None) -> float:
+        """What each row verifies beyond one token; see `cost`."""
+        known = depth if self.knows_drafts else 0
+        own = self._parts[-1].step_s([known] * rows) if self._own else 0.0
+        if own <= known:
+            return nodes
+        return own if tree_nodes is None else tree_nodes
+
     def _grid_s(self, rows: int, nodes: float, context: float) -> float:
         return self.forwards.seconds(rows, min(1 + nodes, self.forwards.tokens[-1]), context)
+
+    @cached_property
+    def _vanilla(self) -> "Steps":
+        """Vanilla's, where they were measured; a method without drafts takes a little longer."""
+        known = BASELINE in self.profile.steps and self.method != BASELINE
+        return replace(self, method=BASELINE) if known else self
 
     @cached_property
     def _own(self) -> Sequence[StepSamples]:
@@ -203,6 +218,10 @@ class ProfiledScenario(Scenario):
         if self.steps.knows_drafts:
             return cost
         return cost._replace(draft_s=self.draft_s(batch, depth))
+
+    def nodes(self, batch: int, depth: int) -> float:
+        """Those of the profile's trees, where it has some."""
+        return self.steps.nodes(batch, depth, super().nodes(batch, depth))
 
 
 def on_profile(

@@ -378,9 +378,13 @@ class Scenario:
         )
         return self.drafter.seconds(self.machine, draft)
 
+    def nodes(self, batch: int, depth: int) -> float:
+        """What a row verifies beyond one token."""
+        return self.acceptance.nodes(depth)
+
     def verify(self, batch: int, depth: int) -> Cost:
         """Of the target's pass; between whole numbers of nodes it is interpolated."""
-        nodes = self.acceptance.nodes(depth)
+        nodes = self.nodes(batch, depth)
         low = int(nodes)
         below, above = (
             forward_cost(self._verifying(depth), batch, 1 + n, self.context, width=self.width)

@@ -24,6 +24,7 @@ def page(config: SimulateConfig) -> Page:
         Note(
             f"machine: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.3g} TFLOP/s, "
             f"{machine.overhead_s * 1e6:.0f} us for each layer of a pass"
+            + (f", {machine.memory_bytes / 2**30:.0f} GiB" if machine.memory_bytes else "")
         ),
         Note(f"drafter: {setup.drafter} ({setup.why}); acceptance: {_source(config)}"),
         *(Note(line) for line in _ended(config, scenario)),
@@ -97,7 +98,7 @@ def _depths(points: Sequence[Point], acceptance: Acceptance) -> list[Table]:
             Cell(str(1 + i)),
             Cell(f"{acceptance.tokens(1 + i):.2f}"),
             *(_gain(point.speed_ups[i]) for point in points),
-            Cell(MISSING if end is None else str(end)),
+            Cell("all here" if end is None else str(end)),
         ]
         for i, end in enumerate(crossovers(points))
     ]

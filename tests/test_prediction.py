@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from specbench.cli import main
-from specbench.prediction import Forwards, Steps, predict
+from specbench.prediction import Forwards, Steps, on_profile, predict
 from specbench.profile import Profile, write_profile
 from specbench.records import Record
-from specbench.scenario import Given
+from specbench.scenario import Given, Replayed
 from specbench.simulate import SimulateConfig
 from tests.made_profiles import linear_s, made_passes, made_profile, made_steps
 from tests.made_runs import filed_run, output, reference
@@ -59,6 +59,14 @@ def test_steps_of_a_profiled_method_are_its_own() -> None:
         steps.cost(1, 4, 4.0)
 
 
+def test_vanilla_is_not_the_method_without_drafts() -> None:
+    slow = [replace(one, bookkeeping_s=[2.0] * 3) if not one.depth else one for one in made_steps()]
+    profile = linear_profile(steps={"vanilla": made_steps(depths=(0,)), "echo": slow})
+    assert Steps(profile, "echo", 16).cost(2, 0, 0.0) == pytest.approx((0.0, 2.0, 0.25))
+    alone = linear_profile(steps={"echo": slow})
+    assert Steps(alone, "echo", 16).cost(2, 0, 0.0) == pytest.approx((0.0, 2.0, 2.0))
+
+
 def test_what_its_forwards_take_less_than_the_grid_stays_less() -> None:
     """As of a drafter that has run the first layers already."""
     steps = {"vanilla": made_steps(depths=(0,)), "echo": made_steps(node_s=0.5)}
@@ -92,8 +100,12 @@ def test_forwards_are_scaled_to_the_context() -> None:
 
 def test_trees_have_the_nodes_that_were_profiled() -> None:
     steps = {"echo": made_steps(nodes=2)}
-    cost = Steps(linear_profile(steps=steps), "echo", 16).cost(1, 3, 3.0)
-    assert cost.forward_s == pytest.approx(7.0)
+    own = Steps(linear_profile(steps=steps), "echo", 16)
+    assert own.cost(1, 3, 3.0).forward_s == pytest.approx(7.0)
+    replayed = Replayed(RECORDS)
+    assert on_profile(own, replayed, 3).nodes(1, 3) == 6.0
+    chains = Steps(linear_profile(), "echo", 16)
+    assert on_profile(chains, replayed, 3).nodes(1, 3) == replayed.nodes(3)
 
 
 def test_an_unknown_method_takes_vanillas_steps_and_the_grid() -> None:

@@ -71,7 +71,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
         plots.require()
     if "profile" in arguments:
-        arguments.profile = load_profile(arguments.profile)
+        arguments.profile = load_profile(arguments.profile), arguments.profile
     if "report" in arguments:
         _refuse(arguments, "report", ())
         return _show(arguments.report, arguments)
@@ -120,19 +120,20 @@ def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) 
 def _show(folder: Path, arguments: argparse.Namespace) -> int:
     from specbench.sweep import pages, plots, points, running, validation
 
+    again = f"specbench sweep --report {shlex.quote(str(folder))}"
     runs = running.read_runs(folder)
     found = points.measure(runs)
     page = pages.page(runs, found, running.read_about(folder)["notes"])
     if "profile" in arguments:
-        predicted = validation.predictions(arguments.profile, runs, found)
+        profile, path = arguments.profile
+        again += f" --profile {shlex.quote(str(path))}"
+        predicted = validation.predictions(profile, runs, found)
         page = [*page, *validation.page(predicted)]
     show(page, arguments.format)
     files = plots.draw(found, folder / "plots") if arguments.plots else []
     if files:
         print(f"{len(files)} plots in {folder / 'plots'}", file=sys.stderr)
-    print(
-        f"`specbench sweep --report {shlex.quote(str(folder))}` shows this again", file=sys.stderr
-    )
+    print(f"`{again}` shows this again", file=sys.stderr)
     return EXIT_FAILURES if any(run.failures for run in runs.values()) else EXIT_DONE
 
 
