@@ -25,7 +25,8 @@ class BranchingConfig(MethodConfig):
     """The knobs of a method that drafts level by level.
 
     Args:
-        branching: children per node at each level; 1 beyond its end. Empty drafts a chain.
+        branching: children per node at each level; 1 beyond its end. Empty drafts a chain, or
+            the tree that another knob names.
     """
 
     branching: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ import json
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ class Machine:
     memory_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.bandwidth, self.rate) <= 0 or min(self.overhead_s, self.memory_bytes) < 0:
+        speeds, rest = (self.bandwidth, self.rate), (self.overhead_s, self.memory_bytes)
+        if not (all(map(isfinite, (*speeds, *rest))) and min(speeds) > 0 <= min(rest)):
             raise ValueError(
-                f"{self.name}: bandwidth, FLOP/s or overhead is out of range; valid: above 0"
+                f"{self.name}: bandwidth, FLOP/s or overhead is out of range; valid: numbers above "
+                "0, of the overhead 0 or more"
             )
 
     def seconds(self, cost: Cost, num_layers: int) -> float:

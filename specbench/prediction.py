@@ -60,6 +60,11 @@ class Forwards:
                 self._tables[context] = StepTable(seconds)
         if not self._tables:
             raise ValueError("no context of the profile has all batches and tokens")
+        if len(self.tokens) < 2:
+            raise ValueError(
+                f"the profile has no forwards but of {self.tokens[0]} token a row; valid: one of "
+                "`specbench profile --tokens 1,2,4` or more"
+            )
         self.contexts = list(self._tables)
 
     def seconds(self, rows: int, tokens: float, context: float) -> float:
@@ -167,7 +172,7 @@ class Steps:
         return own if tree_nodes is None else tree_nodes
 
     def _grid_s(self, rows: int, nodes: float, context: float) -> float:
-        return self.forwards.seconds(rows, min(1 + nodes, self.forwards.tokens[-1]), context)
+        return self.forwards.seconds(rows, 1 + nodes, context)
 
     @cached_property
     def _vanilla(self) -> "Steps":

@@ -19,7 +19,7 @@ from specbench.scenario import (
     Scenario,
     make_drafter,
 )
-from specbench.trace import are_trees, assumptions
+from specbench.trace import are_trees, assumptions, check_replayable
 
 if TYPE_CHECKING:
     from specbench.profile import Profile
@@ -127,7 +127,14 @@ class SimulateConfig:
             raise ValueError(
                 f"{', '.join(map(option, said))}: the profile says that; leave it out, or --profile"
             )
+        for name in ("model", "device", "drafter", "method", "workload"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{option(name)} is empty; valid: a name, or leave it out")
         given = [name for name in _CUSTOM if getattr(self, name) is not None]
+        if given and self.device:
+            raise ValueError(
+                f"the device is given twice; valid: --device or {', '.join(map(option, given))}"
+            )
         if given and len(given) < len(_CUSTOM):
             raise ValueError(
                 "another device takes all of --bandwidth-gb-s, --tflops and --overhead-us"
@@ -218,6 +225,7 @@ class SimulateConfig:
             raise ValueError(f"{unknown_drafts(profile, method)}, or a --drafter")
         acceptance = self._acceptance(recorded)
         depth = min(acceptance.deepest, self.depth or steps.deepest)
+        prediction.check_within("--depth", depth, [1, steps.deepest])
         assumed = _NOT_NAMED
         if self.drafter:
             assumed = Assumed(self.drafter, "as named")
@@ -288,13 +296,14 @@ class SimulateConfig:
                 f"{self.run} has drafts of {len(drafting)} methods{on}; say which: --method "
                 f"{' or '.join(drafting)}"
             )
-        method = self.method or "".join(drafting)
+        method = "".join(drafting) if self.method is None else self.method
         if method not in drafting:
-            of = f" of method {method!r}" if method else ""
+            of = f" of method {method!r}" if self.method is not None else ""
             raise ValueError(
                 f"{self.run} has no drafts{of}{on}; valid: --method "
                 f"{', '.join(drafting) or '(nothing was drafted)'}"
             )
+        check_replayable(read_info(self.run), method)
         return [record for record in requests if record.method == method]
 
 

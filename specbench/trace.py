@@ -8,10 +8,10 @@ For other drafters it is an approximation. Of a tree, the path that was taken co
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specbench.records import RequestRecord
 
@@ -89,6 +89,24 @@ def spans(trace: Trace, depth: int) -> list[Span]:
     return found
 
 
+def check_replayable(info: Mapping[str, Any], method: str) -> None:
+    """Holds that a method's short drafts were its own doing.
+
+    Args:
+        info: of ``run.json``.
+        method: whose records are to be replayed.
+
+    Raises:
+        ValueError: a controller chose how deep they were.
+    """
+    controller = info["methods"].get(method, {}).get("controller", "fixed")
+    if controller != "fixed":
+        raise ValueError(
+            f"{method} ran under the controller {controller}, so where it drafted less says "
+            "nothing of the drafter; valid: outputs at a fixed depth"
+        )
+
+
 def are_trees(records: Iterable[RequestRecord]) -> bool:
     """Whether more nodes than levels were drafted in a step of them."""
     return any(nodes > depth for record in records for nodes, depth, *_ in record.steps)
@@ -141,15 +159,24 @@ class Running(NamedTuple):
 
 Room = Callable[[float], int]
 """How many rows there is room for, so many seconds after the start. Rows that are there stay."""
-Decide = Callable[[Sequence[Running]], Sequence[Span]]
-"""What each row has verified, and how much of that was right."""
+
+
+class Taken(NamedTuple):
+    """A step of a replay.
+
+    Args:
+        spans: what each row had verified, and how much of that was right.
+        seconds: that it took.
+    """
+
+    spans: Sequence[Span]
+    seconds: float
 
 
 def play(
     traces: Sequence[Trace],
     room: int | Room,
-    decide: Decide,
-    step_s: Callable[[Sequence[int]], float],
+    step: Callable[[Sequence[Running]], Taken],
     until_s: float = inf,
 ) -> Replay:
     """Plays traces, so many at a time; the next joins as soon as one ends.
@@ -157,8 +184,7 @@ def play(
     Args:
         traces: outputs.
         room: rows at a time, always or by the time; 1 or more.
-        decide: chooses what to verify.
-        step_s: seconds of a step, by the nodes of each row.
+        step: takes one.
         until_s: when to stop, whatever is left.
     """
     waiting = deque(range(len(traces)))
@@ -168,13 +194,13 @@ def play(
         most = room(seconds) if callable(room) else room
         while waiting and len(rows) < most:
             rows.append(Running(waiting.popleft(), 0))
-        found = decide(rows)
-        num_tokens += sum(one.matched + 1 for one in found)
+        taken = step(rows)
+        num_tokens += sum(one.matched + 1 for one in taken.spans)
         num_steps += 1
-        seconds += step_s([one.offered for one in found])
+        seconds += taken.seconds
         moved = [
             row._replace(position=row.position + one.matched + 1)
-            for row, one in zip(rows, found, strict=True)
+            for row, one in zip(rows, taken.spans, strict=True)
         ]
         rows = [row for row in moved if row.position < len(traces[row.trace])]
     return Replay(num_tokens, num_steps, seconds)
@@ -188,9 +214,13 @@ def play_oracle(
     until_s: float = inf,
 ) -> Replay:
     """The per-step oracle: it knows what is right, has nothing else verified, and of that as much
-    as makes most tokens for each second of this step, level by level. See `play`."""
+    as makes most tokens for each second of this step, level by level. See `play`.
 
-    def decide(rows: Sequence[Running]) -> list[Span]:
+    Args:
+        step_s: seconds of a step, by the nodes of each row.
+    """
+
+    def step(rows: Sequence[Running]) -> Taken:
         right = [span(traces[row.trace], row.position, depth).matched for row in rows]
         nodes = [0] * len(rows)
         best, chosen = len(rows) / step_s(nodes), list(nodes)
@@ -201,6 +231,6 @@ def play_oracle(
                     rate = (len(rows) + sum(nodes)) / step_s(nodes)
                     if rate > best:
                         best, chosen = rate, list(nodes)
-        return [Span(num, num) for num in chosen]
+        return Taken([Span(num, num) for num in chosen], step_s(chosen))
 
-    return play(traces, room, decide, step_s, until_s)
+    return play(traces, room, step, until_s)

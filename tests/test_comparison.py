@@ -5,19 +5,27 @@ from pathlib import Path
 import pytest
 
 from specbench.cli import main
-from specbench.comparison import SPELL_STEPS, compare, spells, tide
+from specbench.comparison import SPELL_STEPS, Costs, compare, spells, tide
+from specbench.depth import StepTable
 from specbench.profile import write_profile
+from specbench.records import Record
 from specbench.trace import RIGHT, WRONG, Trace
 from tests.made_profiles import made_profile, made_steps
 from tests.made_runs import filed_run, output, paired, reference
 from tests.test_trace import TIMES
 
+GRID = [(rows, n) for rows in (1, 64) for n in (0, 8)]
+COSTS = Costs(
+    drafting=StepTable({(rows, n): 0.05 * n for rows, n in GRID}),
+    rest=StepTable({(rows, n): 1 + 0.02 * rows * (n + 1) for rows, n in GRID}),
+)
+"""Of the steps of `TIMES`, in parts."""
 ALWAYS: list[Trace] = [[RIGHT] * 60] * 8
 NEVER: list[Trace] = [[WRONG] * 60] * 8
 
 
 def regrets(traces: list[Trace], batch: int) -> dict[str, float]:
-    return {one.name: one.regret for one in compare(traces, TIMES, [batch], depth=4)}
+    return {one.name: one.regret for one in compare(traces, COSTS, [batch], depth=4)}
 
 
 def test_where_all_is_right_the_deepest_draft_misses_next_to_nothing() -> None:
@@ -40,7 +48,7 @@ def test_a_load_that_changes_goes_up_and_down() -> None:
 def test_under_a_load_that_changes_those_that_know_the_load_miss_least() -> None:
     """Half of the drafts are right: worth it for one row at these times, and not for many."""
     traces: list[Trace] = [[RIGHT, WRONG, WRONG] * 20] * 8
-    found = [one for one in compare(traces, TIMES, [1, 8, 64], depth=4) if one.batch is None]
+    found = [one for one in compare(traces, COSTS, [1, 8, 64], depth=4) if one.batch is None]
     regret = {one.name: one.regret for one in found}
     fixed = min(missed for name, missed in regret.items() if name.startswith("fixed"))
     assert max(regret["goodput"], regret["survival"]) < fixed
@@ -51,9 +59,28 @@ def test_under_a_load_that_changes_those_that_know_the_load_miss_least() -> None
         assert one.made.num_tokens == pytest.approx(one.made.tokens_per_s * one.made.seconds)
 
 
+def test_drafts_that_are_not_verified_have_been_drafted() -> None:
+    """At these times half of the drafts pay for one row, if they are all verified."""
+    traces: list[Trace] = [[RIGHT, WRONG, WRONG] * 20] * 8
+    free = COSTS._replace(drafting=StepTable({place: 0.0 for place in GRID}))
+    for batch in (1, 8):
+        dear_s, free_s = (
+            {one.name: one.made.seconds for one in compare(traces, costs, [batch], depth=4)}
+            for costs in (COSTS, free)
+        )
+        assert dear_s["fixed at 0"] == free_s["fixed at 0"]
+        assert dear_s["fixed at 2"] > free_s["fixed at 2"]
+        assert dear_s["survival"] > free_s["survival"]
+
+
+def test_batches_are_compared_once_each() -> None:
+    found = compare(ALWAYS, COSTS, [4, 4], ["ema"], depth=4)
+    assert [one.batch for one in found] == [4] * len(found)
+
+
 def test_a_depth_beyond_the_step_times_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--depth 9 is out of range; valid: 1\.\.8"):
-        compare(ALWAYS, TIMES, [1], depth=9)
+        compare(ALWAYS, COSTS, [1], depth=9)
 
 
 @pytest.fixture
@@ -102,6 +129,35 @@ def test_of_trees_it_is_said_what_is_replayed(at: Path, capsys: pytest.CaptureFi
         shown = capsys.readouterr().out
         assert "are trees, of which the path that was taken is replayed" in shown
         assert cost in shown and "drafts are chains" not in shown
+        assert "left out: survival: admits the nodes of a tree" in shown
+        assert "| survival |" not in shown and "| goodput |" in shown
+    assert main([*words.split(), "--controllers", "ema,survival"]) == 2
+    error = capsys.readouterr().err
+    assert "survival: admits the nodes" in error and "valid: other controllers" in error
+
+
+def test_short_drafts_of_a_controller_are_not_replayed(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = {"echo": {"controller": "by_batch:depths=4:0"}, "other": {"controller": "fixed"}}
+    records: list[Record] = [
+        reference("a"),
+        output("echo", "a", (3, 3, 2, 3), (1, 1, 0, 1)),
+        output("other", "a", *[(0, 0, 0, 1)] * 4),
+    ]
+    filed_run(at / "short", records, methods=methods)
+    for words in (
+        "compare short --profile here.json --method echo",
+        "simulate short --profile here.json --method echo",
+        "simulate short --drafter 0",
+    ):
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert "echo ran under the controller by_batch:depths=4:0" in error
+        assert "valid: outputs at a fixed depth" in error
+    write_profile(at / "here.json", made_profile(steps={"other": made_steps()}))
+    assert main(["compare", "short", "--profile", "here.json", "--method", "other"]) == 2
+    assert "other drafted nothing here" in capsys.readouterr().err
 
 
 def test_a_variant_takes_the_steps_of_what_it_is_a_variant_of(

@@ -42,6 +42,8 @@ def test_a_context_with_a_gap_is_not_interpolated_on() -> None:
     assert Forwards(made_profile(passes=passes)).contexts == [16]
     with pytest.raises(ValueError, match=r"--context 64 is beyond the profile; valid: 16\.\.16"):
         Steps(made_profile(passes=passes), "echo", 64)
+    with pytest.raises(ValueError, match="no forwards but of 1 token a row"):
+        Forwards(made_profile(passes=made_passes(tokens=(1,))))
     with pytest.raises(ValueError, match="no context of the profile has all"):
         Forwards(made_profile(passes=[p for p in passes if p.place != (1, 8, 16)]))
 
@@ -139,10 +141,16 @@ def test_rows_that_ended_have_left_the_batch() -> None:
 
 def test_recorded_trees_have_their_own_nodes() -> None:
     """Two of them at depth 1, where the profile's have four."""
-    profile = linear_profile(steps={"echo": made_steps(nodes=4)})
+    profile = linear_profile(steps={"echo": made_steps(nodes=4, depths=(0, 1))})
     records = [output("echo", "a", (2, 1, 1, 2), (2, 1, 1, 2))]
     found = predict(profile, "echo", records, 1, 1)
     assert found == pytest.approx(4 * 1.25 / (2 * (0.5 + (1 + 2) + 0.25)))
+
+
+def test_steps_wider_than_the_grid_are_not_predicted() -> None:
+    profile = linear_profile(steps={"echo": made_steps(nodes=4)})
+    with pytest.raises(ValueError, match=r"tokens 13 is beyond the profile; valid: 1\.\.8"):
+        predict(profile, "echo", RECORDS, 1, 1)
 
 
 def test_a_depth_of_zero_gains_nothing() -> None:

@@ -180,7 +180,7 @@ def test_rates_are_taken_as_they_are_given(
     assert run.info["settings"]["temperature"] == 0.8
     shown = " ".join(capsys.readouterr().out.split())
     assert "T=0.8, rule coupled" in shown
-    assert "4 spells, every other one 3 times as fast" in shown
+    assert "4 spells, every other one 3 times as fast, at 0.67 and 2 times the mean" in shown
     times = sorted(served(run, "vanilla")[0, 50.0].values())
     assert times == poisson_times(50.0, 8, (3, 0), swing=3)
     assert "too few rounds for a verdict at 50 requests/s and 200 requests/s" in shown

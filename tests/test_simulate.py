@@ -349,6 +349,17 @@ def test_a_replay_says_what_was_never_tested_and_what_trees_cost(
         ("--acceptance x", "argument --acceptance"),
         ("--acceptance 0.5 --method ngram", "name a run"),
         ("--acceptance 0.5 --static", "recorded outputs; name a run"),
+        ("--acceptance 0.5 --drafter=", "--drafter is empty"),
+        ("--acceptance 0.5 --model=", "--model is empty"),
+        (
+            "--acceptance 0.5 --device H100 --tflops 1 --bandwidth-gb-s 1 --overhead-us 1",
+            "the device is given twice; valid: --device or --bandwidth-gb-s",
+        ),
+        (
+            "--acceptance 0.5 --tflops 1 --bandwidth-gb-s nan --overhead-us 1",
+            "custom device: bandwidth, FLOP/s or overhead is out of range",
+        ),
+        ("--acceptance 0.5 --tflops inf --bandwidth-gb-s 1 --overhead-us 1", "is out of range"),
         ("gone", "gone holds no run"),
     ],
 )

@@ -379,8 +379,8 @@ def test_plots_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = made_sweep()
-    files = plots.draw(measure(runs), tmp_path / "plots")
+    files = plots.draw(measure(runs), "tiny, float32", tmp_path / "plots")
     assert [path.name for path in files] == ["code-echo.png", "code-echo.svg"]
     assert all(path.stat().st_size > 1000 for path in files)
     few = {1: replace(batch_run(1, GAINS[1], num_batches=1))}
-    assert plots.draw(measure(few), tmp_path / "few")
+    assert plots.draw(measure(few), "tiny", tmp_path / "few")

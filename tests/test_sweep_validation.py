@@ -7,8 +7,9 @@ from statistics import median
 import pytest
 
 from specbench.cli import main
+from specbench.profile import write_profile
 from specbench.sweep.points import measure
-from specbench.sweep.validation import page, predictions
+from specbench.sweep.validation import hold, page
 from specbench.tables import markdown
 from tests.made_profiles import linear_s, made_passes, made_profile, made_steps
 from tests.made_sweeps import GAINS, batch_run
@@ -33,7 +34,7 @@ def test_every_point_is_predicted_from_its_own_steps() -> None:
     of any depth; the last token is left to the bonus."""
     found = {
         (one.point.batch, one.point.setting.depth): one
-        for one in predictions(PROFILE, RUNS, measure(RUNS))["code"]
+        for one in hold(PROFILE, RUNS, measure(RUNS)).found["code"]
         if one.point.setting
     }
     assert set(found) == {(batch, depth) for batch in GAINS for depth in (1, 2, 3)}
@@ -51,7 +52,8 @@ def test_points_are_simulated_from_the_deepest_of_the_smallest_batch() -> None:
         replace(r, steps=[[3, 3, 0, 1, 0]] * 4) if r.method == "echo@d3" else r
         for r in run.requests
     ]
-    found = predictions(PROFILE, {**RUNS, 1: replace(run, requests=wrong)}, measure(RUNS))["code"]
+    runs = {**RUNS, 1: replace(run, requests=wrong)}
+    found = hold(PROFILE, runs, measure(RUNS)).found["code"]
     for one in found:
         batch, setting = one.point.batch, one.point.setting
         if one.simulated is None or setting is None:
@@ -72,7 +74,7 @@ def test_trees_of_other_sizes_are_not_simulated() -> None:
         for r in run.requests
     ]
     runs = {1: replace(run, requests=trees)}
-    found = predictions(PROFILE, runs, measure(runs))["code"]
+    found = hold(PROFILE, runs, measure(runs)).found["code"]
     assert [one.simulated is None for one in found] == [False, False, True]
 
 
@@ -84,9 +86,9 @@ def test_batches_that_are_not_full_do_not_count() -> None:
     ]
     rest = [t for t in run.timings if t.requests[0] != "code-5-0"]
     cut = {**RUNS, 4: replace(run, timings=[*rest, *short])}
-    found = predictions(PROFILE, cut, measure(cut))["code"]
+    found = hold(PROFILE, cut, measure(cut)).found["code"]
     assert [one.predicted for one in found] == [
-        one.predicted for one in predictions(PROFILE, RUNS, measure(RUNS))["code"]
+        one.predicted for one in hold(PROFILE, RUNS, measure(RUNS)).found["code"]
     ]
 
 
@@ -94,13 +96,25 @@ def test_what_lies_beyond_the_profile_is_left_out() -> None:
     steps = {"vanilla": made_steps(rows=(1, 2), depths=(0,)), "echo": made_steps(rows=(1, 2))}
     passes = made_passes(rows=(1, 2), seconds=lambda rows, tokens, _: linear_s(rows, tokens))
     small = made_profile(passes=passes, steps=steps)
-    found = predictions(small, RUNS, measure(RUNS))["code"]
-    assert {one.point.batch for one in found} == {1, 2}
+    held = hold(small, RUNS, measure(RUNS))
+    assert {one.point.batch for one in held.found["code"]} == {1, 2}
+    text = markdown(page(held))
+    assert (
+        "not predicted: echo@d1 at batch size 4, echo@d2 at batch size 4, echo@d3 at batch size 4: "
+        "batch 4 is beyond the profile; valid: 1..2, or a new `specbench profile`"
+    ) in text
+    large = made_profile(
+        passes=made_passes(rows=(8,), seconds=lambda rows, tokens, _: linear_s(rows, tokens)),
+        steps={"vanilla": made_steps(rows=(8,), depths=(0,)), "echo": made_steps(rows=(8,))},
+    )
+    assert "batch 1 is beyond the profile; valid: 8..8" in markdown(
+        page(hold(large, RUNS, measure(RUNS)))
+    )
 
 
 def test_the_page_sums_the_errors_up() -> None:
-    found = predictions(PROFILE, RUNS, measure(RUNS))
-    text = markdown(page(found))
+    held = hold(PROFILE, RUNS, measure(RUNS))
+    found, text = held.found, markdown(page(held))
     for what, errors in (
         ("predicted", [one.error for one in found["code"]]),
         ("simulated", [e for one in found["code"] if (e := one.simulated_error) is not None]),
@@ -115,15 +129,17 @@ def test_the_page_sums_the_errors_up() -> None:
 
 def test_too_few_batches_leave_no_interval_to_lie_in() -> None:
     runs = {batch: batch_run(batch, here, num_batches=4) for batch, here in GAINS.items()}
-    found = predictions(PROFILE, runs, measure(runs))
-    assert {one.is_inside for one in found["code"]} == {None}
-    text = markdown(page(found))
+    held = hold(PROFILE, runs, measure(runs))
+    assert {one.is_inside for one in held.found["code"]} == {None}
+    text = markdown(page(held))
     assert "no point has a measured interval to lie in" in text and " of 0" not in text
 
 
-def test_a_profile_that_lacks_a_method_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="the profile has no drafts of method 'echo'"):
-        predictions(made_profile(steps={}), RUNS, measure(RUNS))
+def test_a_method_that_the_profile_lacks_is_named() -> None:
+    held = hold(made_profile(steps={}), RUNS, measure(RUNS))
+    assert held.found == {"code": []}
+    text = markdown(page(held))
+    assert "echo@d3 at batch size 8: the profile has no drafts of method 'echo'" in text
 
 
 def test_a_profile_is_read_before_anything_is_measured(
@@ -132,3 +148,8 @@ def test_a_profile_is_read_before_anything_is_measured(
     words = ["sweep", "--out", str(tmp_path / "sweep"), "--profile", str(tmp_path / "none.json")]
     assert main(words) == 2
     assert "no profile" in capsys.readouterr().err and not (tmp_path / "sweep").exists()
+    narrow = made_profile(passes=made_passes(tokens=(1,)))
+    write_profile(tmp_path / "none.json", narrow)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "no forwards but of 1 token a row; valid" in error and not (tmp_path / "sweep").exists()

@@ -40,17 +40,20 @@ def _compare(arguments: argparse.Namespace) -> int:
     from specbench import comparison
     from specbench.profile import load_profile
     from specbench.records import read_run
+    from specbench.trace import check_replayable
 
     settings = given(arguments, "run", "profile", "method", "workload", "format")
     workload = vars(arguments).get("workload")
+    run = read_run(arguments.run)
     found = [
         record
-        for record in read_run(arguments.run).requests
+        for record in run.requests
         if record.method == arguments.method and workload in (None, record.workload)
     ]
     if not found:
         on = f" on {workload}" if workload else ""
         raise ValueError(f"{arguments.run} has no outputs of method {arguments.method!r}{on}")
+    check_replayable(run.info, arguments.method)
     page = comparison.page(load_profile(arguments.profile), arguments.method, found, **settings)
     show(page, arguments.format)
     return EXIT_DONE

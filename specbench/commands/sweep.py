@@ -64,6 +64,7 @@ def add(commands: Commands) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from specbench.prediction import Forwards
     from specbench.profile import load_profile
 
     if arguments.plots:
@@ -72,6 +73,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         plots.require()
     if "profile" in arguments:
         arguments.profile = load_profile(arguments.profile), arguments.profile
+        Forwards(arguments.profile[0])
     if "report" in arguments:
         _refuse(arguments, "report", ())
         return _show(arguments.report, arguments)
@@ -118,6 +120,7 @@ def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) 
 
 
 def _show(folder: Path, arguments: argparse.Namespace) -> int:
+    from specbench.describe import title
     from specbench.sweep import pages, plots, points, running, validation
 
     again = f"specbench sweep --report {shlex.quote(str(folder))}"
@@ -127,10 +130,10 @@ def _show(folder: Path, arguments: argparse.Namespace) -> int:
     if "profile" in arguments:
         profile, path = arguments.profile
         again += f" --profile {shlex.quote(str(path))}"
-        predicted = validation.predictions(profile, runs, found)
-        page = [*page, *validation.page(predicted)]
+        page = [*page, *validation.page(validation.hold(profile, runs, found))]
     show(page, arguments.format)
-    files = plots.draw(found, folder / "plots") if arguments.plots else []
+    about = title(next(iter(runs.values())))
+    files = plots.draw(found, about, folder / "plots") if arguments.plots else []
     if files:
         print(f"{len(files)} plots in {folder / 'plots'}", file=sys.stderr)
     print(f"`{again}` shows this again", file=sys.stderr)

@@ -52,7 +52,8 @@ class ByBatch(Bounded):
 
     Args:
         depth, max_nodes: the most.
-        depths: by the smallest batch size that it holds for; below the first one, the most.
+        depths: by the smallest batch size that it holds for; below the first one, the most:
+            ``4:2/16:0`` drafts to depth 2 from batch size 4 on, and nothing from 16 on.
     """
 
     def __init__(self, depth: int, max_nodes: int, *, depths: Mapping[int, int]) -> None:

@@ -6,7 +6,7 @@ from math import inf
 from specbench.depth.controller import Admission, DepthController
 from specbench.depth.times import StepTimes
 from specbench.method import Proposal, Request, Row, Step, Verdict
-from specbench.trace import Replay, Room, Running, Span, Trace, play, span
+from specbench.trace import Replay, Room, Running, Span, Taken, Trace, play, span
 from specbench.tree import Tree
 
 
@@ -15,6 +15,7 @@ def replay(
     room: int | Room,
     controller: DepthController,
     times: StepTimes,
+    drafting: StepTimes | None = None,
     until_s: float = inf,
 ) -> Replay:
     """Plays traces under a controller. Records have no chances, so one that reads drafts goes by
@@ -24,18 +25,22 @@ def replay(
         traces: see `specbench.trace.read_traces`.
         room: rows at a time, always or by the time.
         controller: chooses the depths; reset first.
-        times: what steps cost.
+        times: what steps cost; if ``drafting`` is given, whose drafts are there.
+        drafting: what drafting costs, by the depth that each row drafts.
         until_s: when to stop, whatever is left.
     """
     controller.reset()
     rows = [_row(str(index), len(trace)) for index, trace in enumerate(traces)]
 
-    def decide(running: Sequence[Running]) -> list[Span]:
+    def step(running: Sequence[Running]) -> Taken:
         batch_rows = [rows[one.trace] for one in running]
         budgets = controller.choose(batch_rows)
+        asked = [
+            min(*budget, row.num_left - 1) for row, budget in zip(batch_rows, budgets, strict=True)
+        ]
         offered = [
-            span(traces[one.trace], one.position, min(budget))
-            for one, budget in zip(running, budgets, strict=True)
+            span(traces[one.trace], one.position, depth)
+            for one, depth in zip(running, asked, strict=True)
         ]
         trees = [Tree.chain(one.offered) for one in offered]
         proposal = Proposal.from_rows(batch_rows, trees, [[0] * one.offered for one in offered])
@@ -52,9 +57,12 @@ def replay(
             row.steps.append(_step(one))
         paths = [list(range(one.matched + 1)) for one in verified]
         controller.observe(Verdict(batch_rows, proposal, paths, paths, {}))
-        return verified
+        seconds = times.step_s([one.offered for one in verified])
+        if drafting is not None:
+            seconds += drafting.step_s(asked)
+        return Taken(verified, seconds)
 
-    return play(traces, room, decide, times.step_s, until_s)
+    return play(traces, room, step, until_s)
 
 
 def _row(name: str, length: int) -> Row:

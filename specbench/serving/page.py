@@ -149,16 +149,21 @@ def _settings(run: ServingRun) -> str:
         f"{counted(len(run.references), 'request')} at each rate and round, from "
         + ", ".join(run.info["workloads"]),
         f"rounds {settings.get('rounds')}",
-        *(
-            [f"the rate swings: {SPELLS} spells, every other one {swing:g} times as fast"]
-            * (swing > 1)
-        ),
+        *([_swing(swing)] if swing > 1 else []),
         f"at most {settings.get('max_batch')} at once and "
         + counted(int(settings.get("max_new_tokens", 0)), "token"),
         f"T={temperature:g}, rule {settings.get('sampling')}" if temperature else "greedy",
         *(f"vanilla's capacity {capacity(one.served):.3g} requests/s" for one in saturated),
     ]
     return "; ".join(parts)
+
+
+def _swing(swing: float) -> str:
+    slow, fast = (1 + swing) / (2 * swing), (1 + swing) / 2
+    return (
+        f"the rate swings: {SPELLS} spells, every other one {swing:g} times as fast, at {slow:.2g} "
+        f"and {fast:.2g} times the mean"
+    )
 
 
 def _missing(run: ServingRun) -> list[str]:

@@ -264,7 +264,8 @@ class _Serving:
         filed = shard_path(self.folder, shard)
         if filed.exists():
             return SERVING.read_shard(filed)
-        self.progress.start(shard)
+        label = f"{shard} {about.controller}"
+        self.progress.start(label)
         rate = float("inf") if about.rate is None else about.rate
         # The ids of two workloads may be the same.
         requests = [self.jobs[name].request for name in names]
@@ -275,7 +276,7 @@ class _Serving:
         for (workload, _), visit in zip(names, visits, strict=True):
             records.append(self._record(about.method, workload, visit))
         SERVING.write_shard(self.folder, shard, records)
-        self.progress.finish(shard)
+        self.progress.finish(label)
         return records
 
     def _serve(self, entry: Entry, arrivals: Sequence[Arrival]) -> list[Visit]:

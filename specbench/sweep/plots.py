@@ -3,6 +3,7 @@ and SVG. Needs matplotlib, which only this module imports, where it draws."""
 
 import re
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from specbench.sweep.points import Point, Points, WorkloadPoints
 FORMATS = ("png", "svg")
 _SIZE_INCHES = (11.0, 4.5)
 _DPI = 150
+_MARKERS = "os^Dv"
+"""Of the settings, so that curves which lie on each other are told apart."""
 
 
 def require() -> None:
@@ -29,10 +32,11 @@ def require() -> None:
         ) from error
 
 
-def draw(points: Points, folder: Path) -> list[Path]:
+def draw(points: Points, about: str, folder: Path) -> list[Path]:
     """Draws each method on each workload.
 
     Args:
+        about: what was measured on what, for the title.
         folder: where the files go; it is made.
 
     Returns:
@@ -47,7 +51,8 @@ def draw(points: Points, folder: Path) -> list[Path]:
     for workload in points.workloads:
         for method, own in workload.by_method.items():
             name = f"{workload.about.metrics.workload}-{method}"
-            figure = _figure(name, workload, own)
+            heading = f"{method} on {workload.about.metrics.workload}; {about}"
+            figure = _figure(heading, workload, own)
             for form in FORMATS:
                 path = folder / f"{re.sub(r'[^A-Za-z0-9._@-]+', '_', name)}.{form}"
                 figure.savefig(path, dpi=_DPI)
@@ -55,21 +60,22 @@ def draw(points: Points, folder: Path) -> list[Path]:
     return files
 
 
-def _figure(name: str, workload: WorkloadPoints, points: Sequence[Point]) -> Any:
+def _figure(heading: str, workload: WorkloadPoints, points: Sequence[Point]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    figure.suptitle(name)
+    figure.suptitle(heading)
     left, right = figure.subplots(1, 2)
     batches = sorted({point.batch for point in points})
-    for setting, own in by_setting(points).items():
+    for (setting, own), marker in zip(by_setting(points).items(), cycle(_MARKERS), strict=False):
         size = "" if setting.nodes is None else f", {setting.nodes} nodes"
         label = f"depth {setting.depth}{size}"
-        _draw_speed_ups(left, own, label)
-        _draw_throughput(right, own, label)
-    _draw_throughput(right, list(workload.baselines.values()), "vanilla", color="black")
+        _draw_speed_ups(left, own, label, marker)
+        _draw_throughput(right, own, label, marker=marker)
+    baselines = list(workload.baselines.values())
+    _draw_throughput(right, baselines, "vanilla", color="black", marker="x")
     left.axhline(1.0, color="black", linewidth=1)
-    left.set_ylabel("speed-up over vanilla, 95 % interval")
+    left.set_ylabel("speed-up over vanilla, 95 % interval\n(hollow: too few batches for one)")
     right.set_ylabel("tokens/s of the batch")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -79,23 +85,25 @@ def _figure(name: str, workload: WorkloadPoints, points: Sequence[Point]) -> Any
     return figure
 
 
-def _draw_speed_ups(axes: Any, points: Sequence[Point], label: str) -> None:
-    """With their intervals; what has none is a point alone."""
+def _draw_speed_ups(axes: Any, points: Sequence[Point], label: str, marker: str) -> None:
+    """With their intervals; what has none is hollow."""
     drawn = [(point.batch, point.result.speed_up) for point in points if point.result.speed_up]
-    values = [estimate.value for _, estimate in drawn]
-    intervals = [estimate.interval() or (estimate.value, estimate.value) for _, estimate in drawn]
-    below = [value - low for value, (low, _) in zip(values, intervals, strict=True)]
-    above = [high - value for value, (_, high) in zip(values, intervals, strict=True)]
-    axes.errorbar(
-        [batch for batch, _ in drawn],
-        values,
-        yerr=[below, above],
-        marker="o",
-        capsize=3,
-        label=label,
-    )
+    line = axes.plot([batch for batch, _ in drawn], [one.value for _, one in drawn], label=label)
+    color = line[0].get_color()
+    for batch, estimate in drawn:
+        interval = estimate.interval()
+        low, high = interval or (estimate.value, estimate.value)
+        axes.errorbar(
+            batch,
+            estimate.value,
+            yerr=[[estimate.value - low], [high - estimate.value]],
+            marker=marker,
+            color=color,
+            markerfacecolor=color if interval else "white",
+            capsize=3 if interval else 0,
+        )
 
 
 def _draw_throughput(axes: Any, points: Sequence[Point], label: str, **style: Any) -> None:
     drawn = [(p.batch, p.tokens_per_s) for p in points if p.tokens_per_s is not None]
-    axes.plot([b for b, _ in drawn], [rate for _, rate in drawn], marker="o", label=label, **style)
+    axes.plot([b for b, _ in drawn], [rate for _, rate in drawn], label=label, **style)

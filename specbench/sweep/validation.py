@@ -5,6 +5,7 @@ functions."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from specbench.messages import counted
 from specbench.prediction import Forwards, Steps, on_profile, predict
@@ -19,7 +20,7 @@ from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
 
 _READING = (
     "predicted: the recorded steps, with the nodes that each drafted, in batches as they were "
-    "decoded, at the profile's step times; what lies beyond its batches and depths is left out",
+    "decoded, at the profile's step times",
     "simulated: what `specbench simulate --static` makes of the steps that were recorded at the "
     "smallest batch size and the largest depth alone; `-` for trees of other sizes than the "
     "method's own",
@@ -65,51 +66,73 @@ class Prediction:
         return interval.low <= self.predicted <= interval.high if interval else None
 
 
-def predictions(
-    profile: Profile, runs: Mapping[int, Run], points: Points
-) -> dict[str, list[Prediction]]:
-    """By workload: every point that was measured and lies within the profile's batches and depths.
+class Held(NamedTuple):
+    """A sweep held against a profile.
+
+    Args:
+        found: by workload, the points that it predicts.
+        left_out: by the reason why it says nothing of them, the points that were measured.
+    """
+
+    found: dict[str, list[Prediction]]
+    left_out: dict[str, list[str]]
+
+
+def hold(profile: Profile, runs: Mapping[int, Run], points: Points) -> Held:
+    """Every point that was measured, as far as the profile goes.
 
     Raises:
-        ValueError: the profile lacks a method.
+        ValueError: no context of the profile has a full grid.
     """
-    return {
-        workload.about.metrics.workload: [
-            prediction
-            for own in workload.by_method.values()
-            for prediction in _of_method(profile, runs, workload.about.metrics.workload, own)
-        ]
-        for workload in points.workloads
-    }
-
-
-def _of_method(
-    profile: Profile, runs: Mapping[int, Run], workload: str, points: Sequence[Point]
-) -> Iterator[Prediction]:
+    held = Held({}, {})
     forwards = Forwards(profile)
-    shortest, longest = forwards.contexts[0], forwards.contexts[-1]
-    contexts = {
-        batch: round(min(max(_mean_context(run, workload), shortest), longest))
-        for batch, run in runs.items()
-    }
-    settings = by_setting(points)
-    recorded = _simulated_from(runs[min(runs)], workload, settings)
-    for setting, own in settings.items():
-        deepest = Steps(profile, setting.method, shortest).deepest
-        for point in own:
-            if point.gain and point.batch <= forwards.rows[-1] and setting.depth <= deepest:
-                batch = point.batch
-                records = _in_full_batches(runs[batch], workload, setting.name, batch)
-                predicted = predict(
-                    profile, setting.method, records, batch, setting.depth, contexts[batch]
-                )
-                steps = Steps(profile, setting.method, contexts[batch])
-                yield Prediction(
-                    point=point,
-                    measured=point.gain,
-                    predicted=predicted,
-                    simulated=_simulate(steps, recorded, setting, batch),
-                )
+    for workload in points.workloads:
+        name = workload.about.metrics.workload
+        contexts = {
+            batch: _within(_mean_context(run, name), forwards.contexts)
+            for batch, run in runs.items()
+        }
+        held.found[name] = []
+        for own in workload.by_method.values():
+            settings = by_setting(own)
+            recorded = _simulated_from(runs[min(runs)], name, settings)
+            for point in (point for same in settings.values() for point in same):
+                run, context = runs[point.batch], contexts[point.batch]
+                if point.gain is None or point.setting is None:
+                    continue
+                try:
+                    prediction = _of_point(profile, run, name, point, context, recorded)
+                except ValueError as error:
+                    label = f"{point.setting.name} at batch size {point.batch}"
+                    held.left_out.setdefault(str(error), []).append(label)
+                else:
+                    held.found[name].append(prediction)
+    return held
+
+
+def _within(context: float, known: Sequence[int]) -> int:
+    return round(min(max(context, known[0]), known[-1]))
+
+
+def _of_point(
+    profile: Profile,
+    run: Run,
+    workload: str,
+    point: Point,
+    context: int,
+    recorded: Replayed | None,
+) -> Prediction:
+    """Raises ValueError where the profile says nothing of it."""
+    setting, batch = point.setting, point.batch
+    assert setting is not None and point.gain is not None, "a point that was measured"
+    records = _in_full_batches(run, workload, setting.name, batch)
+    steps = Steps(profile, setting.method, context)
+    return Prediction(
+        point=point,
+        measured=point.gain,
+        predicted=predict(profile, setting.method, records, batch, setting.depth, context),
+        simulated=_simulate(steps, recorded, setting, batch),
+    )
 
 
 def _simulated_from(run: Run, workload: str, settings: Iterable[Setting]) -> Replayed | None:
@@ -152,10 +175,12 @@ def _mean_context(run: Run, workload: str) -> float:
     )
 
 
-def page(found: Mapping[str, Sequence[Prediction]]) -> Page:
+def page(held: Held) -> Page:
     """The predictions beside what was measured."""
     elements: list[Heading | Note | Table] = [Heading("Predicted by the profile", 2)]
-    for workload, made in found.items():
+    for reason, names in held.left_out.items():
+        elements.append(Note(f"not predicted: {', '.join(names)}: {reason}", "bad"))
+    for workload, made in held.found.items():
         if made:
             elements += [
                 _table(workload, made),
