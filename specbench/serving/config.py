@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import ConfigDict
 
 from specbench import registry
-from specbench.config import DEFAULT_WORKLOADS, RunConfig, settings_from
+from specbench.config import DEFAULT_WORKLOADS, RunConfig
 from specbench.depth import Choice
 from specbench.messages import check_least
 from specbench.records import BASELINE
@@ -149,12 +149,3 @@ class ServeConfig:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, to file."""
         return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> "ServeConfig":
-        """From what `to_dict` gave, lists for tuples.
-
-        Raises:
-            ValueError: a setting that this version does not know, of another type or out of range.
-        """
-        return settings_from(ServeConfig, values)

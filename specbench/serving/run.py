@@ -14,6 +14,7 @@ import torch
 
 from specbench import lossless, provenance
 from specbench.bench import Job
+from specbench.config import settings_from
 from specbench.controllers import Controllers
 from specbench.decode import Decoder
 from specbench.depth import Choice, DepthController
@@ -75,7 +76,7 @@ def resume(folder: Path) -> ServingRun:
         ValueError: the folder holds no serving run, or what it ran on is no more.
     """
     info = SERVING.read_info(folder)
-    config = ServeConfig.from_dict(info["settings"])
+    config = settings_from(ServeConfig, info["settings"])
     left = {
         shard: reason
         for shard in info["shards"]
