@@ -60,7 +60,7 @@ class Acceptance(Protocol):
         ...
 
     def steps(self, batch: int, depth: int) -> Mapping[int, float]:
-        """Steps that the same work takes at any depth, by how many rows of the batch they have."""
+        """Steps by how many rows of the batch they have; of the same work at every depth."""
         ...
 
 
