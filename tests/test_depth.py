@@ -236,6 +236,26 @@ def test_survival_counts_the_likeliest_drafts_and_goodput_the_whole_tree() -> No
         assert depths(controller, [row]) == [expected]
 
 
+def test_survival_counts_drafts_that_it_refused_by_their_chance() -> None:
+    """Of two rows' drafts it verifies the likely one, which is always right."""
+    controller, batch = Survival(1, 1, times=Rates(1, 0.7, 0.45)), rows(2)
+    for _ in range(200):
+        controller.choose(batch)
+        drafts = proposal(batch, [Tree.chain(1)] * 2, [(0.9,), (0.1,)])
+        admission = Admission(drafts)
+        controller.is_probing = False
+        controller.admit(admission)
+        assert admission.num_nodes == [1, 0]
+        for row, num in zip(batch, admission.num_nodes, strict=True):
+            row.steps.append(Step(num, num, num, 1 + num, num))
+        paths = [[0, 1], [0]]
+        cut = drafts.cut(admission.num_nodes)
+        controller.observe(Verdict(batch, cut, paths, [[7, 7], [7]], {}))
+    likely, unlikely = (controller.acceptance.chances(row)[0] for row in batch)
+    assert likely > 0.9 and unlikely < 0.2
+    assert controller.acceptance.chances(rows(1)[0])[0] == pytest.approx(0.55, abs=0.05)
+
+
 def test_survival_does_not_count_what_lies_behind_a_rows_end() -> None:
     controller, (row,) = Survival(2, 2, times=Rates(1, 0.9, 0.8)), rows(1)
     before = controller.acceptance.chances(row)

@@ -36,11 +36,20 @@ class RunningAcceptance:
         own = self._own.get(row)
         return own.chances(common, _PULL) if own else common
 
-    def add(self, row: Row, tested: int, taken: int) -> None:
-        """Takes in how many levels of a row's drafts were put to the test, and how many of these
-        were taken."""
-        self._all.add(tested, taken)
-        self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(tested, taken)
+    def add(self, row: Row, taken: Sequence[float]) -> None:
+        """Takes in how a row's drafts fared.
+
+        Args:
+            taken: by depth, as far as is known: 1 if that draft was taken, 0 if it was not, its
+                chance where it was not put to the test.
+        """
+        self._all.add(taken)
+        self._own.setdefault(row, _Counts(self.depth, _OWN_MEMORY)).add(taken)
+
+
+def fared(tested: int, taken: int) -> list[float]:
+    """As `RunningAcceptance` takes it: of so many levels the first so many were taken."""
+    return [1.0] * taken + [0.0] * (tested - taken)
 
 
 class _Counts:
@@ -57,10 +66,10 @@ class _Counts:
             for taken, tested, chance in zip(self.taken, self.tested, prior, strict=True)
         ]
 
-    def add(self, tested: int, taken: int) -> None:
-        for depth in range(min(tested, len(self.tested))):
+    def add(self, taken: Sequence[float]) -> None:
+        for depth, share in enumerate(taken[: len(self.tested)]):
             self.tested[depth] = self.tested[depth] * self.keep + 1
-            self.taken[depth] = self.taken[depth] * self.keep + (depth < taken)
+            self.taken[depth] = self.taken[depth] * self.keep + share
 
 
 class Goodput(Bounded):
@@ -121,7 +130,7 @@ class Goodput(Bounded):
         """Counts what was accepted."""
         for row in verdict.rows:
             step = row.steps[-1]
-            self.acceptance.add(row, min(step.depth, step.matched + 1), step.matched)
+            self.acceptance.add(row, fared(min(step.depth, step.matched + 1), step.matched))
 
     def reset(self) -> None:
         """Forgets how drafts fared."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from specbench.depth.calibration import Calibration
 from specbench.depth.controller import Admission, Candidate
-from specbench.depth.goodput import Goodput
+from specbench.depth.goodput import Goodput, fared
 from specbench.depth.times import StepTimes
 from specbench.method import Budget, Row, Step, Verdict
 from specbench.tree import Tree
@@ -52,6 +52,7 @@ class Survival(Goodput):
         """The depth that promises most; what drafting so deep takes is then spent."""
         budgets = super().choose(rows)
         self.rows: Sequence[Row] = rows
+        self._refused.clear()
         self.drafting_s = self._drafting_s(len(rows), budgets[0].depth)
         return budgets
 
@@ -75,6 +76,7 @@ class Survival(Goodput):
                 survivals[row].append(survivals[row][found.parent] * chance)
                 heappush(queue, (-survivals[row][-1], row))
 
+        firsts = [self._first(admission, row) for row in range(len(nodes))]
         for row in range(len(nodes)):
             enqueue(row)
         while queue:
@@ -86,12 +88,19 @@ class Survival(Goodput):
                 break
             admission.admit(row)
             enqueue(row)
+        for row, first in enumerate(firsts):
+            if first is not None and not admission.num_nodes[row]:
+                self._refused[row] = first
 
     def observe(self, verdict: Verdict) -> None:
-        """Counts how the likeliest drafts fared."""
+        """Counts how the likeliest drafts fared. Those of which nothing was admitted count by their
+        chance: else only the likelier ones would, and drafting would seem to pay where it does
+        not."""
         proposed = zip(verdict.rows, verdict.proposal.trees, verdict.paths, strict=True)
-        for row, tree, path in proposed:
-            self.acceptance.add(row, *_along_the_likeliest(tree, path, row.steps[-1]))
+        for index, (row, tree, path) in enumerate(proposed):
+            known = fared(*_along_the_likeliest(tree, path, row.steps[-1]))
+            refused = [self._refused[index]] if index in self._refused else []
+            self.acceptance.add(row, known or refused)
 
     def _rest_s(self, nodes: Sequence[int]) -> float:
         """Of this step, whatever of its drafts it verifies."""
@@ -103,6 +112,13 @@ class Survival(Goodput):
     def _drafting_s(self, num_rows: int, depth: int) -> float:
         return self.drafting.step_s([depth] * num_rows) if self.drafting else 0.0
 
+    def _first(self, admission: Admission, row: int) -> float | None:
+        """The drafter's chance of a row's first draft; None if there is none."""
+        found = admission.next(row)
+        if found is None or found.chance is None:
+            return None
+        return self._chance(row, found)
+
     def _chance(self, row: int, found: Candidate) -> float:
         if found.chance is None:
             return self.acceptance.chances(self.rows[row])[found.depth - 1]
@@ -113,6 +129,8 @@ class Survival(Goodput):
         super().reset()
         self.rows = ()
         self.drafting_s = 0.0
+        self._refused: dict[int, float] = {}
+        """By place in the batch: the chance of a row's first draft, where none was admitted."""
 
 
 def _along_the_likeliest(tree: Tree, path: Sequence[int], step: Step) -> tuple[int, int]:
