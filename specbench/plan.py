@@ -107,8 +107,8 @@ class Plan:
             _check_free(self.folder)
         else:
             self.before = read_info(self.folder)
-            left = (s for s in self.pending if why_open(RUN, self.folder, s.id) is not None)
-            self.pending = deque(left)
+            left = open_shards(RUN, self.folder, [shard.id for shard in self.pending])
+            self.pending = deque(shard for shard in self.pending if shard.id in left)
 
     def begin(self, described: Sequence[Mapping[str, Any]]) -> list[str]:
         """Files the run's settings and provenance; for a run that goes on, holds them against those
@@ -244,11 +244,7 @@ def resume(folder: Path, num_workers: int | None = None) -> Plan:
     config = RunConfig.from_dict(
         info["settings"] | ({"workers": num_workers} if num_workers is not None else {})
     )
-    damaged = {
-        name: reason
-        for name in info["shards"]
-        if (reason := why_open(RUN, folder, name)) is not None
-    }
+    damaged = open_shards(RUN, folder, info["shards"])
     if not damaged:
         return Plan(config, folder, [], [], deque(), started, info)
     workloads, shards = _load(config)
@@ -291,7 +287,13 @@ def _load(config: RunConfig) -> tuple[list[Workload], list[Shard]]:
     return workloads, [shard for w in workloads for shard in plan_shards(w, config.batch_size)]
 
 
-def why_open(kind: Format[Any], folder: Path, shard: str) -> str | None:
+def open_shards(kind: Format[Any], folder: Path, shards: Sequence[str]) -> dict[str, str]:
+    """The shards that are to be measured, and why; "" for those that were not yet."""
+    found = {shard: _why_open(kind, folder, shard) for shard in shards}
+    return {shard: reason for shard, reason in found.items() if reason is not None}
+
+
+def _why_open(kind: Format[Any], folder: Path, shard: str) -> str | None:
     """Why a shard is to be measured, "" if it was not yet; None if it is done."""
     path = shard_path(folder, shard)
     if not path.exists():

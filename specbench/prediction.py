@@ -10,13 +10,14 @@ from statistics import fmean, median
 import numpy as np
 
 from specbench import roofline
+from specbench.acceptance import Acceptance
 from specbench.depth import StepTable
 from specbench.machines import WIDTHS
 from specbench.method import Step
 from specbench.profile import Profile, StepSamples, step_table, unknown_drafts
 from specbench.recorded_drafter import LOOK_UP
 from specbench.records import BASELINE, RequestRecord
-from specbench.scenario import Acceptance, Scenario, make_drafter
+from specbench.scenario import Scenario, make_drafter
 from specbench.theory import StepCost
 
 ASSUMPTIONS = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.acceptance import Acceptance, Given, Replayed
 from specbench.costs import Shape
 from specbench.machines import WIDTHS, Machine, load_machine, load_shape
 from specbench.messages import check_least, option
@@ -13,9 +14,6 @@ from specbench.recorded_drafter import LOOK_UP, Assumed, recorded_drafter
 from specbench.records import RequestRecord, read_info, read_run
 from specbench.scenario import (
     ASSUMPTIONS,
-    Acceptance,
-    Given,
-    Replayed,
     Scenario,
     make_drafter,
 )

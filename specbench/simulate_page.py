@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from specbench.scenario import Acceptance, Point, Scenario, crossovers
+from specbench.acceptance import Acceptance
+from specbench.scenario import Point, Scenario, crossovers
 from specbench.simulate import SimulateConfig
 from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
 

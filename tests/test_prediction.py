@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from specbench.acceptance import Given, Replayed
 from specbench.cli import main
 from specbench.prediction import Forwards, Steps, on_profile, predict
 from specbench.profile import Profile, write_profile
 from specbench.records import Record
-from specbench.scenario import Given, Replayed
 from specbench.simulate import SimulateConfig
 from tests.made_profiles import linear_s, made_passes, made_profile, made_steps
 from tests.made_runs import filed_run, output, reference

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specbench.acceptance import Given, Replayed
 from specbench.cli import main
 from specbench.costs import Shape, forward_cost
 from specbench.drafter_costs import Draft
@@ -14,10 +15,8 @@ from specbench.machines import Machine, device_names, load_machine, load_shape, 
 from specbench.recorded_drafter import recorded_drafter
 from specbench.records import Record
 from specbench.scenario import (
-    Given,
     Model,
     Relative,
-    Replayed,
     Scenario,
     crossovers,
     make_drafter,

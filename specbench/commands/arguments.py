@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from specbench.messages import option
+
 if TYPE_CHECKING:
     from specbench.tables import Page
 
@@ -114,8 +116,8 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
 
 def add_shared(parser: argparse.ArgumentParser, *options: str) -> None:
     """Adds some of the options that several commands have."""
-    for option in options:
-        parser.add_argument(option, default=argparse.SUPPRESS, **_SHARED[option])
+    for name in options:
+        parser.add_argument(name, default=argparse.SUPPRESS, **_SHARED[name])
 
 
 def add_knobs(
@@ -207,3 +209,27 @@ def terminable() -> Iterator[None]:
 def given(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
     """What was said on the command line, by name."""
     return {k: v for k, v in vars(arguments).items() if k not in ("command", *but)}
+
+
+def refuse_settings(
+    arguments: argparse.Namespace, mode: str, of: str, allowed: Sequence[str]
+) -> None:
+    """Refuses settings beside an option that names a folder, which has its own.
+
+    Args:
+        mode: the option.
+        of: what the folder holds.
+        allowed: the options that may stand beside it.
+
+    Raises:
+        ValueError: there is another one.
+    """
+    extra = set(given(arguments, "knobs", mode, *allowed))
+    if arguments.knobs:
+        extra.add("set")
+    if extra:
+        raise ValueError(
+            f"{option(mode)} takes the {of}'s own settings; remove "
+            f"{', '.join(map(option, sorted(extra)))}; valid beside it: "
+            f"{', '.join(map(option, allowed))}"
+        )

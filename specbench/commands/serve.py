@@ -23,10 +23,10 @@ from specbench.commands.arguments import (
     given,
     out_folder,
     read_knobs,
+    refuse_settings,
     show,
     terminable,
 )
-from specbench.messages import option
 
 if TYPE_CHECKING:
     from specbench.serving.records import ServingRun
@@ -82,21 +82,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     for mode in ("report", "resume"):
         if mode in arguments:
-            _refuse(arguments, mode)
+            refuse_settings(arguments, mode, "run", ("format",))
     if "report" in arguments:
         _show(arguments, read_serving(arguments.report), define=True)
         return EXIT_DONE
     return _measure(arguments)
-
-
-def _refuse(arguments: argparse.Namespace, mode: str) -> None:
-    """Refuses settings beside a folder that has its own."""
-    extra = sorted(set(given(arguments, mode, "format", "knobs")))
-    if extra or arguments.knobs:
-        raise ValueError(
-            f"{option(mode)} takes the run's own settings; remove "
-            f"{', '.join(map(option, extra)) or '--set'}; valid beside it: --format"
-        )
 
 
 def _measure(arguments: argparse.Namespace) -> int:

@@ -22,16 +22,19 @@ from specbench.commands.arguments import (
     numbers,
     out_folder,
     read_knobs,
+    refuse_settings,
     show,
     terminable,
 )
-from specbench.messages import option
 
 if TYPE_CHECKING:
+    from specbench.profile import Profile
     from specbench.sweep.running import Sweep
 
 _SHOWN = ("format", "plots", "profile")
 """What says how a sweep is shown."""
+_BESIDE = ("no_ray", *_SHOWN)
+"""What may stand beside the folder of a sweep."""
 _NO_SETTINGS = ("out", "resume", "report", "no_ray", "knobs", *_SHOWN)
 
 
@@ -71,12 +74,13 @@ def _sweep(arguments: argparse.Namespace) -> int:
         from specbench.sweep import plots
 
         plots.require()
-    if "profile" in arguments:
-        arguments.profile = load_profile(arguments.profile), arguments.profile
-        Forwards(arguments.profile[0])
+    profile = load_profile(arguments.profile) if "profile" in arguments else None
+    if profile is not None:
+        # What it lacks is said before anything is measured.
+        Forwards(profile)
     if "report" in arguments:
-        _refuse(arguments, "report", ())
-        return _show(arguments.report, arguments)
+        refuse_settings(arguments, "report", "sweep", _BESIDE)
+        return _show(arguments.report, arguments, profile)
     with terminable():
         todo = _plan(arguments)
         try:
@@ -88,7 +92,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return EXIT_INTERRUPTED
-    return _show(todo.folder, arguments)
+    return _show(todo.folder, arguments, profile)
 
 
 def _plan(arguments: argparse.Namespace) -> "Sweep":
@@ -97,7 +101,7 @@ def _plan(arguments: argparse.Namespace) -> "Sweep":
     from specbench.sweep.config import SweepConfig
 
     if "resume" in arguments:
-        _refuse(arguments, "resume", ("workers",))
+        refuse_settings(arguments, "resume", "sweep", ("workers", *_BESIDE))
         return running.resume(arguments.resume, vars(arguments).get("workers"))
     settings = given(arguments, *_NO_SETTINGS) | {"knobs": read_knobs(arguments.knobs)}
     notes = choose_methods(settings, SweepConfig.target)
@@ -106,20 +110,7 @@ def _plan(arguments: argparse.Namespace) -> "Sweep":
     return todo
 
 
-def _refuse(arguments: argparse.Namespace, mode: str, allowed: tuple[str, ...]) -> None:
-    """Refuses settings beside a folder that has its own."""
-    extra = set(given(arguments, *_SHOWN, "no_ray", "knobs", mode, *allowed))
-    if arguments.knobs:
-        extra.add("set")
-    if extra:
-        valid = ", ".join(map(option, (*allowed, "no_ray", *_SHOWN)))
-        raise ValueError(
-            f"{option(mode)} takes the sweep's own settings; remove "
-            f"{', '.join(map(option, sorted(extra)))}; valid beside it: {valid}"
-        )
-
-
-def _show(folder: Path, arguments: argparse.Namespace) -> int:
+def _show(folder: Path, arguments: argparse.Namespace, profile: "Profile | None") -> int:
     from specbench.describe import title
     from specbench.sweep import pages, plots, points, running, validation
 
@@ -127,9 +118,8 @@ def _show(folder: Path, arguments: argparse.Namespace) -> int:
     runs = running.read_runs(folder)
     found = points.measure(runs)
     page = pages.page(runs, found, running.read_about(folder)["notes"])
-    if "profile" in arguments:
-        profile, path = arguments.profile
-        again += f" --profile {shlex.quote(str(path))}"
+    if profile is not None:
+        again += f" --profile {shlex.quote(str(arguments.profile))}"
         page = [*page, *validation.page(validation.hold(profile, runs, found))]
     show(page, arguments.format)
     about = title(next(iter(runs.values())))

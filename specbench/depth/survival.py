@@ -76,7 +76,6 @@ class Survival(Goodput):
                 survivals[row].append(survivals[row][found.parent] * chance)
                 heappush(queue, (-survivals[row][-1], row))
 
-        firsts = [self._first(admission, row) for row in range(len(nodes))]
         for row in range(len(nodes)):
             enqueue(row)
         while queue:
@@ -88,9 +87,10 @@ class Survival(Goodput):
                 break
             admission.admit(row)
             enqueue(row)
-        for row, first in enumerate(firsts):
-            if first is not None and not admission.num_nodes[row]:
-                self._refused[row] = first
+        for row, num_admitted in enumerate(admission.num_nodes):
+            first = None if num_admitted else admission.next(row)
+            if first is not None and first.chance is not None:
+                self._refused[row] = survivals[row][1]
 
     def observe(self, verdict: Verdict) -> None:
         """Counts how the likeliest drafts fared. Those of which nothing was admitted count by their
@@ -111,13 +111,6 @@ class Survival(Goodput):
 
     def _drafting_s(self, num_rows: int, depth: int) -> float:
         return self.drafting.step_s([depth] * num_rows) if self.drafting else 0.0
-
-    def _first(self, admission: Admission, row: int) -> float | None:
-        """The drafter's chance of a row's first draft; None if there is none."""
-        found = admission.next(row)
-        if found is None or found.chance is None:
-            return None
-        return self._chance(row, found)
 
     def _chance(self, row: int, found: Candidate) -> float:
         if found.chance is None:

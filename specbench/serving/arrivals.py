@@ -35,9 +35,15 @@ def poisson_times(rate: float, count: int, seed: Sequence[int], swing: float = 1
     """
     gaps = np.random.default_rng(seed).exponential(size=count)
     spells = np.arange(count) * SPELLS // count
-    gaps *= np.where(spells % 2, 2 / (1 + swing), 2 * swing / (1 + swing))
+    slow, fast = spell_rates(swing)
+    gaps /= np.where(spells % 2, fast, slow)
     times: list[float] = (gaps.cumsum() / rate).tolist()
     return times
+
+
+def spell_rates(swing: float) -> tuple[float, float]:
+    """The slow rate and the fast one, over the mean of as many requests at each."""
+    return (1 + swing) / (2 * swing), (1 + swing) / 2
 
 
 def arrive(

@@ -9,7 +9,7 @@ from specbench.merge import Section
 from specbench.messages import are, counted
 from specbench.metrics import LEAST_LAW_P
 from specbench.records import BASELINE, Run
-from specbench.serving.arrivals import SPELLS
+from specbench.serving.arrivals import SPELLS, spell_rates
 from specbench.serving.metrics import Metrics, Percentiles, capacity
 from specbench.serving.ratios import (
     MIN_ROUNDS,
@@ -159,7 +159,7 @@ def _settings(run: ServingRun) -> str:
 
 
 def _swing(swing: float) -> str:
-    slow, fast = (1 + swing) / (2 * swing), (1 + swing) / 2
+    slow, fast = spell_rates(swing)
     return (
         f"the rate swings: {SPELLS} spells, every other one {swing:g} times as fast, at {slow:.2g} "
         f"and {fast:.2g} times the mean"

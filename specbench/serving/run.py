@@ -20,7 +20,7 @@ from specbench.decode import Decoder
 from specbench.depth import Choice, DepthController
 from specbench.filing import shard_path
 from specbench.layout import Node, most_threads, plan_layout
-from specbench.plan import check_writable, go_on, run_info, why_open
+from specbench.plan import check_writable, go_on, open_shards, run_info
 from specbench.progress import Progress
 from specbench.records import BASELINE, FailureRecord, Record, ReferenceRecord
 from specbench.serving import metrics
@@ -77,11 +77,7 @@ def resume(folder: Path) -> ServingRun:
     """
     info = SERVING.read_info(folder)
     config = settings_from(ServeConfig, info["settings"])
-    left = {
-        shard: reason
-        for shard in info["shards"]
-        if (reason := why_open(SERVING, folder, shard)) is not None
-    }
+    left = open_shards(SERVING, folder, info["shards"])
     if not left:
         return read_serving(folder)
     notes = [f"served again: {reason}" for reason in left.values() if reason]

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
+from specbench.acceptance import Replayed
 from specbench.messages import counted
 from specbench.prediction import Forwards, Steps, on_profile, predict
 from specbench.profile import Profile
 from specbench.records import RequestRecord, Run
-from specbench.scenario import Replayed
 from specbench.stats import MIN_CLUSTERS
-from specbench.sweep.choices import by_setting
 from specbench.sweep.config import Setting
 from specbench.sweep.points import Point, Points
 from specbench.tables import MISSING, Cell, Column, Heading, Note, Page, Table
@@ -94,9 +93,9 @@ def hold(profile: Profile, runs: Mapping[int, Run], points: Points) -> Held:
         }
         held.found[name] = []
         for own in workload.by_method.values():
-            settings = by_setting(own)
+            settings = [point.setting for point in own if point.setting]
             recorded = _simulated_from(runs[min(runs)], name, settings)
-            for point in (point for same in settings.values() for point in same):
+            for point in own:
                 run, context = runs[point.batch], contexts[point.batch]
                 if point.gain is None or point.setting is None:
                     continue
